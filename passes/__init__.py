@@ -1,0 +1,68 @@
+"""Functions over fx graphs that turn marks into one staging node.
+
+`prepare_graph` is the list that says their order; `insert_staging_node` comes last, once per captured instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from spangraph.diagnostics import Diagnostic
+from spangraph.passes.host_reads import erase_assertions, refuse_host_reads
+from spangraph.passes.insert_staging import erase_marks, insert_staging_node
+from spangraph.passes.marks import Mark, MarkInfo, find_marks, hoist_marks
+from spangraph.passes.memory import isolate_outputs, snapshot_spans
+from spangraph.passes.nodes import result_nodes
+from spangraph.passes.plan_cuts import PlannedCut, deliver_values, plan_cuts
+
+__all__ = ["Prepared", "insert_staging_node", "prepare_graph"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A graph that is ready for its staging node, and what its marks say.
+
+    Attributes:
+        gm: the graph without marks. Outputs beyond the model's own are marked values.
+        marks: in the order in which they fired.
+        cuts: which outputs are cut.
+        results: the graph's output nodes.
+        value_outputs: for each mark, which output its value is; -1 for row values.
+        diagnostics: SG203 for outputs that derive from a spanned value and are delivered whole.
+    """
+
+    gm: fx.GraphModule
+    marks: list[Mark]
+    cuts: list[PlannedCut]
+    results: list[fx.Node]
+    value_outputs: list[int]
+    diagnostics: list[Diagnostic]
+
+
+def prepare_graph(
+    gm: fx.GraphModule, infos: Mapping[tuple[str, str], MarkInfo], leaf_names: Sequence[str], *, reads: bool = False
+) -> Prepared:
+    """Run all passes but the last.
+
+    Args:
+        reads: let host reads be; for graphs that are not captured.
+
+    Raises:
+        HostReadError: SG401, for host reads that feed more than assertions.
+        DeclarationError: SG109, for values that are overwritten or outputs whose spans are not clear.
+    """
+    gm = hoist_marks(gm)
+    gm = erase_assertions(gm)
+    gm = gm if reads else refuse_host_reads(gm)
+    marks = find_marks(gm, infos)
+    gm, marks = snapshot_spans(gm, marks)
+    gm = deliver_values(gm, marks)
+    cuts, diagnostics = plan_cuts(gm, marks, leaf_names)
+    delivered = result_nodes(gm.graph)
+    value_outputs = [-1 if mark.spans is None else delivered.index(mark.value) for mark in marks]
+    gm = erase_marks(gm, marks)
+    gm = isolate_outputs(gm)
+    return Prepared(gm, marks, cuts, result_nodes(gm.graph), value_outputs, diagnostics)

@@ -1,0 +1,145 @@
+"""Host reads in a graph: erase those that only feed assertions, refuse the others.
+
+A host read (`.item()`, `x[mask]`, `nonzero`, ...) makes the launch thread wait for the device and cannot be captured.
+Reads of constant 0-d buffers are gone before this pass: the tracer gives them literal values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from spangraph.diagnostics import Diagnostic
+from spangraph.errors import HostReadError
+from spangraph.passes.nodes import val, where
+
+aten = torch.ops.aten
+
+_ASSERTIONS = {
+    aten._assert_scalar.default,
+    aten._assert_tensor_metadata.default,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+}
+# Operators that read device values on the host whatever their arguments: the result is a number, or its shape depends
+# on values. istft checks its window on the host.
+_READS = {
+    "aten::item": "a tensor's value (.item(), int(), float(), if tensor)",
+    "aten::_local_scalar_dense": "a tensor's value (.item(), int(), float(), if tensor)",
+    "aten::is_nonzero": "a tensor's truth value (if tensor, bool(tensor))",
+    "aten::equal": "whether two tensors are equal (torch.equal)",
+    "aten::allclose": "whether two tensors are close (torch.allclose)",
+    "aten::nonzero": "how many values are non-zero (nonzero, where with one argument)",
+    "aten::nonzero_numpy": "how many values are non-zero (nonzero)",
+    "aten::masked_select": "how many values a mask selects (masked_select)",
+    "aten::_unique": "how many values are unique (unique)",
+    "aten::_unique2": "how many values are unique (unique)",
+    "aten::unique_dim": "how many values are unique (unique)",
+    "aten::unique_consecutive": "how many values are unique (unique_consecutive)",
+    "aten::unique_dim_consecutive": "how many values are unique (unique_consecutive)",
+    "aten::bincount": "the largest value (bincount)",
+    "aten::istft": "whether its window overlaps enough (istft)",
+}
+_FIX = (
+    "keep the value on the device: declare the extent as a span and cut after the step, use torch.where or masked_fill"
+    " for masks, or verify='warn' to run this model uncaptured."
+)
+
+
+def read_by(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """What an operator call reads on the host, or None. `args` hold tensors or example values."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    name = target._schema.name
+    if name in _READS:
+        return _READS[name]
+    # repeat_interleave(repeats) sums the repeats on the host unless told the size.
+    if name == "aten::repeat_interleave":
+        positional = {"Tensor": 1, "self_Tensor": 3}.get(target._overloadname)
+        size = kwargs.get("output_size", args[positional] if positional is not None and len(args) > positional else None)
+        return "the sum of repeats (repeat_interleave without output_size)" if positional and size is None else None
+    if name in ("aten::index", "aten::_unsafe_index") and any(_is_mask(index) for index in args[1]):
+        return "how many values a mask selects (x[mask])"
+    # x[mask] = scalar is a masked fill; x[mask] = tensor counts the mask.
+    if name in ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_") and any(_is_mask(i) for i in args[1]):
+        values = args[2] if len(args) > 2 else kwargs.get("values")
+        return None if isinstance(values, Tensor) and values.numel() == 1 else "how many values a mask selects (x[mask] = y)"
+    return None
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def diagnose_read(what: str, place: str, node: str = "") -> Diagnostic:
+    """The SG401 diagnostic of one host read."""
+    return Diagnostic("SG401", f"the forward reads {what} on the host, which stalls and breaks capture.", place, node, _FIX)
+
+
+def erase_assertions(gm: fx.GraphModule) -> fx.GraphModule:
+    """Erase assertions on host values, and the reads that feed nothing else.
+
+        item = aten.item(x)                      (gone)
+        ok = item >= 0                           (gone)
+        aten._assert_scalar(ok, "message")       (gone)
+        y = aten.relu(x)                         y = aten.relu(x)
+    """
+    erased = 0
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        asserts = [node for node in module.graph.nodes if node.op == "call_function" and node.target in _ASSERTIONS]
+        for node in asserts:
+            module.graph.erase_node(node)
+        if asserts:
+            module.graph.eliminate_dead_code(_is_impure)
+            module.graph.lint()
+            module.recompile()
+        erased += len(asserts)
+    return gm
+
+
+def _is_impure(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable or target.namespace == "spangraph" or not target._schema.returns
+    # A graph in the graph may write anything; a Python number may not.
+    return isinstance(target, torch._ops.HigherOrderOperator) or node.op == "call_module"
+
+
+def find_host_reads(gm: fx.GraphModule) -> list[Diagnostic]:
+    """Every host read that is left in the graph and its subgraphs."""
+    found = []
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            if node.op != "call_function":
+                continue
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: val(n))
+            if what := read_by(node.target, args, kwargs):
+                found.append(diagnose_read(what, where(node), node.name))
+    return found
+
+
+def refuse_host_reads(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return the graph as it is, if it reads nothing on the host.
+
+    Raises:
+        HostReadError: naming every read with its file:line (SG401).
+    """
+    if reads := find_host_reads(gm):
+        raise host_read_error(reads)
+    return gm
+
+
+def host_read_error(reads: list[Diagnostic]) -> HostReadError:
+    """The error that names all of `reads`."""
+    lines = "\n".join(f"  {read}" for read in dict.fromkeys(map(str, reads)))
+    return HostReadError(f"the forward reads device values on the host, {len(reads)} time(s):\n{lines}", reads)
+
+

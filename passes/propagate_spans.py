@@ -1,0 +1,362 @@
+"""Follow the spans of a marked value through an exported graph.
+
+    conv = convolution(mel)           # not derived: no entry
+    audio = tanh(conv)                # the marked value, [bs, 1, T]: rows along 0, spans along 2
+    wave = audio.squeeze(1)[:, 40:]   # rows along 0, spans along 1, [s, e) is now [s - 40, e - 40)
+    level = audio.amax(-1)            # Unknown: the spanned dim is gone
+
+A table says, per operator, where rows and spanned positions of its input lie in its output. An operator that is not in
+the table, or that takes rows or spans apart, gives `Unknown`. The question is only where positions lie, not whether
+padding leaks into them: `audio / audio.abs().amax(-1, keepdim=True)` has its spans where `audio` has them. Padding
+moves content in every mode, so reflected and wrapped copies beside it count as padding.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from spangraph.passes import span_maps
+from spangraph.passes.nodes import aliased, val, written
+from spangraph.passes.span_maps import SpanMap
+from torch import fx
+from torch._ops import OpOverload
+from torch.fx.node import map_arg
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A node that derives from the marked value in a way that is not known.
+
+    Attributes:
+        reason: names the operator and what it does.
+        node: the first node whose effect was unknown.
+    """
+
+    reason: str
+    node: fx.Node
+
+
+_Shape = tuple[int, ...]
+_State = SpanMap | Unknown
+_States = dict[fx.Node, _State | tuple[_State | None, ...]]  # a tuple where the node gives several tensors
+
+
+def _packets(names: str) -> frozenset[Any]:
+    return frozenset(getattr(torch.ops.aten, name) for name in names.split())
+
+
+_SAME_VIEWS = _packets("alias detach contiguous to type_as")
+_SHAPE_VIEWS = _packets("view reshape _unsafe_view view_as reshape_as flatten unflatten")
+_DIM_VIEWS = _packets(
+    "transpose permute movedim moveaxis swapaxes swapdims t mT mH adjoint numpy_T matrix_H unsqueeze squeeze"
+)
+# Only the shape or the dtype of another operand counts, or of any.
+_LIKE_OTHER = _packets("expand_as view_as reshape_as type_as to")
+_SHAPE_ONLY = _packets(
+    "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full "
+    "new_empty_strided size sym_size sym_numel sym_stride"
+)
+# Elementwise, but at least one overload is without torch.Tag.pointwise.
+_ELEMENTWISE = _packets(
+    "to _to_copy detach alias clone contiguous dropout dropout_ feature_dropout alpha_dropout feature_alpha_dropout "
+    "native_dropout where masked_fill masked_fill_ lift_fresh lift_fresh_copy nan_to_num type_as copy copy_ real imag "
+    "conj resolve_conj resolve_neg complex polar prelu hardswish rsub divide multiply subtract true_divide absolute "
+    "negative arctan2 floor_divide __and__ __or__ isclose bernoulli log_sigmoid special_expit"
+)
+_JOINS = _packets("cat concat concatenate stack")
+_RULES: dict[Any, span_maps.Rule] = {
+    packet: rule
+    for rule, packets in {
+        # These may mix positions, or take statistics over rows; positions stay.
+        span_maps.keep_rule: _packets(
+            "layer_norm group_norm instance_norm batch_norm rms_norm tril triu "
+            "index_put index_fill scatter slice_scatter select_scatter masked_scatter"
+        ),
+        span_maps.mix_along_rule: _packets(
+            "softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin"
+        ),
+        span_maps.elsewhere_rule: _packets("sort topk glu index_select"),
+        span_maps.before_last_rule: _packets("linear"),
+        span_maps.drop_dim_rule: _packets("select unbind"),
+        span_maps.land_rule: _DIM_VIEWS
+        | _packets(
+            "view_as_real sum nansum mean nanmean prod amax amin max min any all argmax argmin norm linalg_vector_norm "
+            "logsumexp std var std_mean var_mean count_nonzero median nanmedian mode kthvalue"
+        ),
+        span_maps.seat_rule: _SHAPE_VIEWS,
+        span_maps.align_rule: _packets("expand expand_as broadcast_to repeat tile"),
+        span_maps.slice_rule: _packets("slice"),
+        span_maps.narrow_rule: _packets("narrow"),
+        span_maps.split_rule: _packets(
+            "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split unsafe_split_with_sizes"
+        ),
+        span_maps.pad_rule: _packets(
+            "pad constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
+            "replication_pad2d replication_pad3d"
+        ),
+        span_maps.flip_rule: _packets("flip"),
+        span_maps.repeat_interleave_rule: _packets("repeat_interleave"),
+        span_maps.pixel_shuffle_rule: _packets("pixel_shuffle"),
+        span_maps.upsample_rule: _packets(
+            "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
+            "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
+            "upsample_trilinear3d upsample_bicubic2d"
+        ),
+        span_maps.cat_rule: _packets("cat concat concatenate"),
+        span_maps.stack_rule: _packets("stack"),
+    }.items()
+    for packet in packets
+}
+
+
+def propagate_spans(graph: fx.Graph, value: fx.Node, dims: Sequence[int]) -> dict[fx.Node, SpanMap | Unknown]:
+    """Find how the spans of `value` lie in every node that is, or derives from, the same value.
+
+    Nodes that `value` is a view of carry its spans too, and what derives from them. But where that leads to an input, a
+    parameter or a buffer, only the very same tensor counts: else the whole model would.
+
+    Args:
+        graph: an exported graph with static shapes and fake values in `meta["val"]`.
+        value: the marked value, rows along dim 0.
+        dims: its spanned dims, in declaration order, may be negative.
+
+    Returns:
+        An entry per tensor node; a node without one does not derive. A node that gives several tensors has none
+        itself, its getitem nodes have.
+    """
+    spans = SpanMap.identity(len(_shape(value)), dims)
+    if _is_given(value):
+        return dict.fromkeys(_same_tensors(graph, value), spans)
+    states: _States = {value: spans}
+    last_write = _mark_views_above(value, states)
+    # What was computed before the tensor's last write has nothing of the marked value, unless it is a view.
+    is_written = last_write is None
+    bases: dict[fx.Node, fx.Node] = {}
+    views: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        is_written = is_written or node is last_write
+        origin = aliased(node)
+        bases[node] = bases[origin] if origin is not None else node
+        views[bases[node]].append(node)
+        if node in states or node.op in ("placeholder", "get_attr", "output"):
+            continue
+        if not (is_written or origin in states) or not any(source in states for source in node.all_input_nodes):
+            continue
+        state = _state_of(node, states)
+        if state is not None:
+            states[node] = state
+        for target in written(node):
+            _mark_written(node, target, views[bases[target]], states)
+    return {node: state for node, state in states.items() if isinstance(state, (SpanMap, Unknown))}
+
+
+def _state_of(node: fx.Node, states: _States) -> _State | tuple[_State | None, ...] | None:
+    """The state of a node with at least one derived input; None if nothing of the input's values is in it."""
+    target = node.target
+    if target is operator.getitem:
+        parts, item = states[node.args[0]], node.args[1]  # type: ignore[index]
+        if isinstance(parts, tuple) and isinstance(item, int):
+            return parts[item]
+    if not isinstance(target, OpOverload):
+        return _first_unknown(node.all_input_nodes, states) or _unknown(node, "its effect on spans is not known")
+    packet, args = target.overloadpacket, _bind(node, target)
+    if packet in _LIKE_OTHER:
+        args.pop("other", None)
+    operands = [source for source in _nodes_in(args.values()) if source in states]
+    if not target._schema.returns or packet in _SHAPE_ONLY or not operands:
+        return None
+    result = val(node)
+    outs = tuple(_shape_of(out) for out in (result if isinstance(result, (list, tuple)) else [result]))
+    if torch.Tag.pointwise in target.tags or packet in _ELEMENTWISE:
+        found = tuple(_combine(node, operands, states, out) for out in outs)
+    elif (target_of := _overwritten(node)) in states and torch.Tag.inplace_view not in target.tags:
+        return states[target_of]
+    elif unknown := _first_unknown(operands, states):
+        return unknown
+    else:
+        maps = {state for source in operands if isinstance(state := states[source], SpanMap)}
+        reason = _refusal(packet, operands, maps, next(iter(args.values())))
+        if reason:
+            return _unknown(node, reason)
+        call = span_maps.Call(str(target), args, _shape(operands[0]), outs, partial(_landing, node))
+        (spans,) = maps
+        found = tuple(_ask(_RULES[packet], node, call, spans, index) for index in range(len(outs)))
+    return found if isinstance(result, (list, tuple)) else found[0]
+
+
+def _refusal(packet: Any, operands: list[fx.Node], maps: set[SpanMap], first: object) -> str:
+    """Why the table cannot be asked; empty if it can."""
+    if packet not in _RULES:
+        return "its effect on spans is not known"
+    if packet not in _JOINS and operands != [first]:
+        return "its effect on the spans of another operand than the first is not known"
+    return "" if len(maps) == 1 else "its operands hold the spans at different places"
+
+
+def _ask(rule: span_maps.Rule, node: fx.Node, call: span_maps.Call, spans: SpanMap, index: int) -> _State:
+    try:
+        found = rule(call, spans, index)
+    except span_maps.NotStaticError:
+        found = "an amount is only known when it runs"
+    return _unknown(node, found) if isinstance(found, str) else found
+
+
+def _combine(node: fx.Node, operands: list[fx.Node], states: _States, out: _Shape) -> _State:
+    """Broadcast all derived operands. One of unknown effect does no harm if all positions of the spanned dims see the
+    same of it, as a gain computed from the padded row.
+    """
+    maps: set[SpanMap] = set()
+    others: list[tuple[_Shape, Unknown]] = []
+    for operand in operands:
+        state, shape = states[operand], _shape(operand)
+        aligned = state.aligned(shape, out) if isinstance(state, SpanMap) else None
+        if aligned is not None:
+            maps.add(aligned)
+        else:
+            others.append(
+                (shape, state if isinstance(state, Unknown) else _unknown(node, "it broadcasts a span or row"))
+            )
+    if not maps:
+        return others[0][1]
+    if len(maps) > 1:
+        return _unknown(node, "its operands hold the spans at different places")
+    (spans,) = maps
+    for shape, unknown in others:
+        padded = (1,) * (len(out) - len(shape)) + shape
+        if any(padded[dim] != 1 or out[dim] == 1 for dim in spans.dims):
+            return unknown
+    return spans
+
+
+def _mark_views_above(value: fx.Node, states: _States) -> fx.Node | None:
+    """Give the tensors that `value` is a view of their states. Returns the last node that wrote to them, if any."""
+    last_write: fx.Node | None = None
+    node = value
+    while True:
+        source = _viewed(node)
+        if source is None and (source := _overwritten(node)) is not None:
+            if _is_given(source):
+                return last_write
+            last_write = last_write or node
+        if source is None:
+            return last_write
+        state = states[node]
+        states[source] = _seen_from(node, source, state) if isinstance(state, SpanMap) else state
+        node = source
+
+
+def _seen_from(view: fx.Node, source: fx.Node, spans: SpanMap) -> _State:
+    """The state of `source`, given that of a view of it."""
+    packet = getattr(view.target, "overloadpacket", None)
+    found: SpanMap | None = spans
+    if packet in _SHAPE_VIEWS:
+        found = spans.reseated(_shape(view), _shape(source))
+    elif packet in _DIM_VIEWS:
+        places = ((_landing(view, dim), dim) for dim in range(len(_shape(source))))
+        found = spans.relaid({place: dim for place, dim in places if place is not None})
+    return found or _unknown(view, "what it is a view of does not hold rows and spans along dims of their own")
+
+
+def _landing(node: fx.Node, dim: int, index: int = 0) -> int | None:
+    """Which dim of an output a dim of the first argument becomes, read off the operator itself: it is run on a meta
+    tensor in which only that dim has a size that occurs nowhere else.
+    """
+    (source, *_), result = node.all_input_nodes, val(node)
+    fake, out = val(source), _shape_of(result[index] if isinstance(result, (list, tuple)) else result)
+    if node.target is torch.ops.aten.numpy_T.default:  # warns unless 2-D
+        return len(out) - 1 - dim
+    size = 1 + max(*fake.shape, *out)
+    probe = torch.empty((*fake.shape[:dim], size, *fake.shape[dim + 1 :]), dtype=fake.dtype, device="meta")
+
+    def stand_in(argument: fx.Node) -> Any:
+        if argument is not source:
+            raise span_maps.NotStaticError
+        return probe
+
+    probed = node.target(*map_arg(node.args, stand_in), **map_arg(node.kwargs, stand_in))  # type: ignore[operator]
+    landed = tuple((probed if isinstance(probed, torch.Tensor) else probed[index]).shape)
+    return landed.index(size) if size in landed and len(landed) == len(out) else None
+
+
+def _mark_written(node: fx.Node, target: fx.Node, views: list[fx.Node], states: _States) -> None:
+    """Note that `node` has written something derived into `target`: it and its views derive from now on."""
+    state = states.get(node)
+    if torch.Tag.inplace_view in getattr(node.target, "tags", ()) and state is not None:
+        states[target] = state
+    elif target not in states:  # else its bytes change, and not where its spans lie
+        for view in views:
+            if view not in states:
+                states[view] = _unknown(node, f"it writes the marked value into the memory of {view}")
+        if isinstance(state, SpanMap):
+            states[target] = state
+
+
+def _overwritten(node: fx.Node) -> fx.Node | None:
+    """The tensor that an in-place operator writes and returns."""
+    target = aliased(node) if isinstance(node.target, OpOverload) else None
+    return target if target in written(node) else None
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """What the node is a view of, if it shows all of it."""
+    packet, source = getattr(node.target, "overloadpacket", None), node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or packet not in _SHAPE_VIEWS | _DIM_VIEWS | _SAME_VIEWS:
+        return None
+    seen, shown = val(source), val(node)
+    return source if (seen.dtype, seen.device) == (shown.dtype, shown.device) else None
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Whether the node is an input, a parameter or a buffer, or a view of one, as the caller gave it."""
+    while _overwritten(node) is None and (source := aliased(node)) is not None:
+        node = source
+    return node.op in ("placeholder", "get_attr")
+
+
+def _same_tensors(graph: fx.Graph, value: fx.Node) -> set[fx.Node]:
+    """The node and all second names of its very tensor."""
+    renaming = {torch.ops.aten.alias.default, torch.ops.aten.detach.default}
+    while value.target in renaming:
+        value = value.args[0]  # type: ignore[assignment]
+    same = {value}
+    for node in graph.nodes:
+        if node.target in renaming and node.args[0] in same:
+            same.add(node)
+    return same
+
+
+def _bind(node: fx.Node, target: OpOverload) -> dict[str, Any]:
+    """The node's arguments by schema name, in its order, defaults filled in."""
+    arguments = target._schema.arguments
+    args = {argument.name: argument.default_value for argument in arguments}
+    args.update(zip(args, node.args, strict=False))
+    return {**args, **node.kwargs}
+
+
+def _nodes_in(arguments: Iterable[Any]) -> list[fx.Node]:
+    """All different nodes in nested arguments, in order."""
+    found: dict[fx.Node, None] = {}
+    map_arg(tuple(arguments), lambda node: found.setdefault(node))
+    return list(found)
+
+
+def _first_unknown(nodes: Iterable[fx.Node], states: _States) -> Unknown | None:
+    return next((state for node in nodes if isinstance(state := states.get(node), Unknown)), None)
+
+
+def _unknown(node: fx.Node, reason: str) -> Unknown:
+    return Unknown(f"{node.target}: {reason}", node)
+
+
+def _shape(node: fx.Node) -> _Shape:
+    return _shape_of(val(node))
+
+
+def _shape_of(result: object) -> _Shape:
+    return tuple(result.shape) if isinstance(result, torch.Tensor) else ()

@@ -1,0 +1,68 @@
+"""spangraph: cut padded rows after a captured step.
+
+A submodule declares its spanned outputs, a pass puts one staging node at the graph's tail, and the rows are cut on the
+host after the step: no host read in the model, no padded copies.
+"""
+
+from spangraph import kernels as kernels  # registers the operators, before anything traces
+from spangraph.backends import Backend, CudaBackend, InlineBackend
+from spangraph.compile import Compiled, compile  # noqa: A004 - the field's name for it
+from spangraph.declare import Span, SpannedOutput, declare, from_lengths, from_mask, withhold
+from spangraph.diagnostics import Diagnostic
+from spangraph.errors import (
+    CaptureError,
+    ClosedError,
+    DeclarationError,
+    HostReadError,
+    InputError,
+    MergeError,
+    RingFullError,
+    RowLookupError,
+    SpanError,
+    SpangraphError,
+    StagingError,
+    StaleGraphError,
+    StaleStepError,
+    StepStateError,
+    StepTimeoutError,
+    TraceError,
+)
+from spangraph.stager import SpanStager, Tail
+from spangraph.step import Rows, Step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Backend",
+    "CaptureError",
+    "ClosedError",
+    "Compiled",
+    "CudaBackend",
+    "DeclarationError",
+    "Diagnostic",
+    "HostReadError",
+    "InlineBackend",
+    "InputError",
+    "MergeError",
+    "RingFullError",
+    "RowLookupError",
+    "Rows",
+    "Span",
+    "SpanError",
+    "SpanStager",
+    "SpangraphError",
+    "SpannedOutput",
+    "StagingError",
+    "StaleGraphError",
+    "StaleStepError",
+    "Step",
+    "StepStateError",
+    "StepTimeoutError",
+    "Tail",
+    "TraceError",
+    "compile",
+    "declare",
+    "from_lengths",
+    "from_mask",
+    "withhold",
+]

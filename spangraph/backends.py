@@ -1,0 +1,379 @@
+"""Where steps run: inline on the caller's thread, or captured and replayed on CUDA/ROCm.
+
+A backend hands out host-visible memory, captures and replays, and orders work by streams and events. The simulated
+device, for machines without a GPU, is `spangraph.testing.SimulatedDevice`; all three pass one contract suite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from spangraph.errors import CaptureError, InputError, SpangraphError
+
+T = TypeVar("T")
+
+
+def debug_enabled() -> bool:
+    """Whether `SPANGRAPH_DEBUG` is on.
+
+    Raises:
+        ValueError: if the variable is neither "0", "1" nor empty.
+    """
+    value = os.environ.get("SPANGRAPH_DEBUG", "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"SPANGRAPH_DEBUG={value!r}: expected 0 or 1.")
+    return value == "1"
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def query(self) -> bool:
+        """Whether the work before it is done; raises what that work raised."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the calling thread until it is."""
+        ...
+
+
+class Graph(Protocol):
+    """A captured step."""
+
+    def replay(self) -> None:
+        """Enqueue the captured work on the current stream."""
+        ...
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """Host-visible memory: what the host reads and writes, and what a kernel is given. One tensor on CUDA."""
+
+    host: Tensor
+    device: Tensor
+
+
+class Backend(ABC):
+    """What the runtime needs of a device.
+
+    Attributes:
+        device: where model tensors live.
+        static: whether a replay writes its outputs to the same memory as the last one. Where it does not, outputs are
+            fresh tensors at every launch.
+        ordered_header: whether a header seen by a polling host proves that the spans before it have landed.
+    """
+
+    name: str
+    device: torch.device
+    static: bool
+    ordered_header: bool = False
+
+    @abstractmethod
+    def pinned(self, *shape: int, writer: str) -> Pinned:
+        """Zeroed int64 memory that host and device both reach; `writer` is `"host"` or `"device"`."""
+
+    @abstractmethod
+    def host_buffer(self, like: Tensor) -> Tensor:
+        """Memory shaped like `like` from which a copy to the device is asynchronous."""
+
+    @abstractmethod
+    def is_host(self, value: Tensor) -> bool:
+        """Whether the caller may overwrite `value` before work that was enqueued earlier has read it."""
+
+    @abstractmethod
+    def capture(self, fn: Callable[[], T], *, generators: Sequence[torch.Generator] = ()) -> tuple[Graph, T]:
+        """Warm `fn` up and capture it with memory of its own; returns the graph and what `fn` returned.
+
+        Raises:
+            CaptureError: if the device refuses; what `fn` itself raises is passed on. Either way the backend is usable.
+        """
+
+    @abstractmethod
+    def stream(self) -> Any:
+        """The current stream of this thread; compared by equality."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """A new event, recorded on the current stream."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Let the current stream wait for `event`, on the device."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block until all work is done."""
+
+    @abstractmethod
+    def copy_in(self, static: Tensor, value: Tensor) -> None:
+        """Enqueue `static.copy_(value)` on the current stream."""
+
+    def enqueue(self, fn: Callable[[], None]) -> None:
+        """Run what cannot be captured on the current stream."""
+        fn()
+
+    def before_free(self) -> None:
+        """Called when a ring is collected: nothing on the device may use its memory any more."""
+
+    def guard(self) -> contextlib.AbstractContextManager[Any]:
+        """Make the backend's device the current one."""
+        return contextlib.nullcontext()
+
+    def read(self, cursor: Tensor) -> int:
+        """The value of a device word; only after `synchronize`."""
+        return int(cursor.item())
+
+    def poison(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite outputs that the contract lets die, in stream order. Does nothing where debugging is off."""
+
+
+class _Done:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+_DONE = _Done()
+
+
+def poison_(tensors: Iterable[Tensor]) -> None:
+    """Overwrite tensors with NaN, or with the smallest int."""
+    with torch.inference_mode():
+        for tensor in tensors:
+            if tensor.is_floating_point() or tensor.is_complex():
+                tensor.fill_(float("nan"))
+            else:
+                tensor.fill_(True if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min)
+
+
+@dataclass
+class _Function:
+    """The inline backend's graph: a function that is called again at each replay."""
+
+    fn: Callable[[], Any]
+
+    def replay(self) -> None:
+        replaying = _replaying.stack
+        replaying.append(self)
+        try:
+            self.fn()
+        finally:
+            replaying.pop()
+
+
+class _Replaying(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[_Function] = []
+
+
+_replaying = _Replaying()
+
+
+class InlineBackend(Backend):
+    """Runs on the calling thread, on CPU: a launch is done when it returns, and outputs are fresh tensors.
+
+    Under `SPANGRAPH_DEBUG=1` outputs are overwritten as soon as the contract lets them die, as on CUDA.
+    """
+
+    name = "inline"
+    static = False
+    ordered_header = True
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.debug = debug_enabled()
+
+    def pinned(self, *shape: int, writer: str) -> Pinned:
+        with torch.inference_mode(False):
+            memory = torch.zeros(shape, dtype=torch.int64)
+        return Pinned(memory, memory)
+
+    def host_buffer(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like)
+
+    def capture(self, fn: Callable[[], T], *, generators: Sequence[torch.Generator] = ()) -> tuple[Graph, T]:
+        graph = _Function(fn)
+        _replaying.stack.append(graph)
+        try:
+            return graph, fn()
+        finally:
+            _replaying.stack.pop()
+
+    def current_graph(self) -> object | None:
+        """The graph whose function is running, so that a stager finds the tail it made for it."""
+        return _replaying.stack[-1] if _replaying.stack else None
+
+    def stream(self) -> Any:
+        return None
+
+    def record(self) -> Event:
+        return _DONE
+
+    def wait(self, event: Event) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def is_host(self, value: Tensor) -> bool:
+        return False  # nothing is ever enqueued
+
+    def copy_in(self, static: Tensor, value: Tensor) -> None:
+        static.copy_(value)
+
+    def poison(self, tensors: Sequence[Tensor]) -> None:
+        if self.debug:
+            poison_(tensors)
+
+
+class CudaBackend(Backend):
+    """CUDA and ROCm, through `torch.cuda.CUDAGraph`.
+
+    Thin on purpose: its control flow is tested against recording fakes of the few `torch.cuda` calls below, which is
+    why they are reached through `cuda`.
+    """
+
+    name = "cuda"
+    static = True
+
+    def __init__(self, device: torch.device | str = "cuda", *, cuda: Any = torch.cuda) -> None:
+        self._cuda = cuda
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", cuda.current_device())
+        # The release of the header orders the spans before it on CUDA; not on HIP with more than one wave (KERNELS.md).
+        self.ordered_header = torch.version.hip is None and platform.machine() in ("x86_64", "AMD64")
+        # Held during a capture: an event query, even by another thread, breaks a capture of some drivers.
+        self._gate = threading.RLock()
+
+    def guard(self) -> contextlib.AbstractContextManager[Any]:
+        return self._cuda.device(self.device)  # type: ignore[no-any-return]
+
+    def pinned(self, *shape: int, writer: str) -> Pinned:
+        with torch.inference_mode(False):
+            memory = torch.zeros(shape, dtype=torch.int64).pin_memory()
+        return Pinned(memory, memory)
+
+    def host_buffer(self, like: Tensor) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(like.shape, dtype=like.dtype).pin_memory()
+
+    def capture(self, fn: Callable[[], T], *, generators: Sequence[torch.Generator] = ()) -> tuple[Graph, T]:
+        for generator in generators:
+            if generator.device.type != self.device.type:
+                raise InputError(
+                    f"generator on {generator.device}: a captured step cannot draw from it, its state lives on the"
+                    f" host. Use torch.Generator({self.device.type!r})."
+                )
+        cuda = self._cuda
+        with self._gate, self.guard():
+            graph = cuda.CUDAGraph()
+            for generator in generators:
+                graph.register_generator_state(generator)
+            # A new stream each time: one whose capture failed stays invalid.
+            stream, current = cuda.Stream(self.device), cuda.current_stream(self.device)
+            stream.wait_stream(current)
+            try:
+                with cuda.stream(stream):
+                    fn()
+                stream.synchronize()
+                # A private pool (pool=None): outputs survive replays of every other graph.
+                with cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    result = fn()
+            except SpangraphError:
+                graph.reset()
+                raise
+            except RuntimeError as error:
+                graph.reset()
+                if "captur" in str(error).lower():
+                    raise CaptureError(f"the step cannot be captured: {error}") from error
+                raise
+            finally:
+                current.wait_stream(stream)
+        return graph, result
+
+    def stream(self) -> Any:
+        return self._cuda.current_stream(self.device)
+
+    def record(self) -> Event:
+        event = self._cuda.Event(blocking=True)
+        event.record(self.stream())
+        return _GatedEvent(event, self._gate)
+
+    def wait(self, event: Event) -> None:
+        if isinstance(event, _GatedEvent):
+            self.stream().wait_event(event.event)
+
+    def synchronize(self) -> None:
+        with self._gate:
+            self._cuda.synchronize(self.device)
+
+    def before_free(self) -> None:
+        self.synchronize()
+
+    def is_host(self, value: Tensor) -> bool:
+        return value.device != self.device
+
+    def copy_in(self, static: Tensor, value: Tensor) -> None:
+        if value.device == self.device:
+            value.record_stream(self.stream())
+        static.copy_(value, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _GatedEvent:
+    event: Any
+    gate: threading.RLock  # type: ignore[valid-type]
+
+    def query(self) -> bool:
+        with self.gate:  # type: ignore[attr-defined]
+            return bool(self.event.query())
+
+    def synchronize(self) -> None:
+        with self.gate:  # type: ignore[attr-defined]
+            pass
+        self.event.synchronize()
+
+
+def resolve_backend(device: Backend | torch.device | str | None) -> Backend:
+    """The backend for a device: itself, inline for CPU, CUDA graphs for CUDA and ROCm.
+
+    Raises:
+        InputError: for any other device.
+    """
+    if isinstance(device, Backend):
+        return device
+    resolved = torch.device(device if device is not None else "cpu")
+    if resolved.type == "cpu":
+        return InlineBackend()
+    if resolved.type == "cuda":
+        return CudaBackend(resolved)
+    raise InputError(f"no backend for device {resolved}: expected cpu, cuda or a spangraph Backend.")
+
+
+@contextlib.contextmanager
+def preserve_generators(device: torch.device, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
+    """Put the default generators of CPU and `device`, and `generators`, back to where they were."""
+    cpu = torch.get_rng_state()
+    gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        if gpu is not None:
+            torch.cuda.set_rng_state(gpu, device)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

@@ -1,0 +1,397 @@
+"""The ticket for one launch, and the rows cut from its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spangraph.declare import Span, describe_bad_span
+from spangraph.errors import RowLookupError, SpanError, StaleStepError, StepStateError
+from spangraph.passes.span_maps import SpanMap
+from spangraph.ring import Launch, Ring
+
+Entry = Tensor | tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one output tensor of a graph is cut.
+
+    Attributes:
+        name: public name of the spanned output whose spans apply.
+        column: its column in the slot.
+        output: index of the tensor among the graph's outputs.
+        span: the declaration.
+        widths: size of each spanned dim of the declared value; spans are checked against these.
+        span_map: where row and spans lie in this output.
+        label: what messages call it.
+    """
+
+    name: str
+    column: str
+    output: int
+    span: Span
+    widths: tuple[int, ...]
+    span_map: SpanMap
+    label: str
+
+
+class Rows(Mapping[Hashable, Entry]):
+    """Rows of one spanned output: row id -> tensor, of the delivered rows only, in launch order.
+
+    A row's tensor equals `padded[row, ..., start:end]` bit for bit. It is a view, made when asked for, and valid until
+    the step is released; `own()` gives copies. With several spans per row an entry is a tuple of tensors. Withheld
+    rows (empty spans) are absent. `rows[row_id]` raises `SpanError` for a row whose span is bad, and iteration yields
+    all good rows before it raises once, naming every bad one.
+    """
+
+    __slots__ = ("_cut", "_error", "_index", "_launch", "_owned", "_spans", "_step")
+
+    def __init__(
+        self, step: Step | None, launch: Launch, cut: Cut, spans: memoryview, owned: dict[int, Entry] | None = None
+    ) -> None:
+        self._step = step  # keeps the lease while the rows are in use
+        self._launch = launch
+        self._cut = cut
+        self._spans = spans
+        self._owned = owned
+        self._index: dict[Hashable, int] | None = None
+        self._error: SpanError | None = None
+
+    @property
+    def row_ids(self) -> Sequence[Hashable]:
+        """Ids of all real rows at launch, delivered or not."""
+        ids = self._launch.row_ids
+        return range(self._launch.num_rows) if ids is None else ids
+
+    def at(self, position: int) -> Entry | None:
+        """The row at a launch position, or None if it is withheld.
+
+        Raises:
+            RowLookupError: if there is no such position.
+            SpanError: if the row's span is bad.
+            StaleStepError: after the step's release (views only).
+        """
+        if not 0 <= position < self._launch.num_rows:
+            raise RowLookupError(f"no row at position {position}: the step has {self._launch.num_rows} real rows.")
+        return self._entry(position)
+
+    def __getitem__(self, row_id: Hashable) -> Entry:
+        ids = self._launch.row_ids
+        if ids is None:
+            known = isinstance(row_id, int) and 0 <= row_id < self._launch.num_rows
+            position = row_id if known else None
+        else:
+            if self._index is None:
+                self._index = {row: i for i, row in enumerate(ids)}
+            position = self._index.get(row_id)
+        if position is None:
+            raise RowLookupError(f"no row {row_id!r} in this step; its rows are {list(self.row_ids)}.")
+        entry = self._entry(position)
+        if entry is None:
+            raise RowLookupError(f"row {row_id!r} of {self._cut.label!r} is withheld: it has no entry.")
+        return entry
+
+    def __iter__(self) -> Iterator[Hashable]:
+        bad: list[SpanError] = []
+        for position, row_id in enumerate(self.row_ids):
+            if self._is_withheld(position):
+                continue
+            try:
+                extents = self._extents(position)
+            except SpanError as error:
+                bad.append(error)
+                continue
+            if extents:
+                yield row_id
+        if bad:
+            raise SpanError("\n".join(map(str, bad)), [row for error in bad for row in error.rows])
+
+    def __len__(self) -> int:
+        """Number of rows that iteration yields."""
+        count = 0
+        for position in range(self._launch.num_rows):
+            try:
+                count += not self._is_withheld(position) and bool(self._extents(position))
+            except SpanError:
+                continue
+        return count
+
+    def __repr__(self) -> str:
+        kind = "owned" if self._owned is not None else "view"
+        return f"Rows({self._cut.label!r}, {self._launch.num_rows} rows at launch, {kind})"
+
+    def spans(self, row_id: Hashable) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The row's spans in this output: one per span, each with one `(start, end)` per spanned dim.
+
+        Raises:
+            RowLookupError, SpanError: as for `rows[row_id]`.
+        """
+        position = list(self.row_ids).index(row_id) if row_id in self.row_ids else None
+        if position is None:
+            raise RowLookupError(f"no row {row_id!r} in this step; its rows are {list(self.row_ids)}.")
+        mapped = self._cut.span_map
+        return tuple(tuple(mapped.apply(dim, *pair) for dim, pair in enumerate(e)) for e in self._extents(position))
+
+    def own(self) -> Rows:
+        """Copies of the delivered rows that are the caller's for ever: one gather into one new buffer.
+
+        Bad rows stay bad: reading one raises `SpanError`, as before.
+
+        Raises:
+            StaleStepError: after the step's release.
+        """
+        if self._owned is not None:
+            return self
+        views: dict[int, tuple[Tensor, ...]] = {}
+        for position in range(self._launch.num_rows):
+            try:
+                entry = self._entry(position)
+            except SpanError:
+                continue
+            if entry is not None:
+                views[position] = entry if isinstance(entry, tuple) else (entry,)
+        copies = iter(_gather([view for row in views.values() for view in row]))
+        owned: dict[int, Entry] = {}
+        for position, row in views.items():
+            entry = tuple(next(copies) for _ in row)
+            owned[position] = entry if self._cut.span.max_spans > 1 else entry[0]
+        return Rows(None, self._launch, self._cut, self._spans, owned)
+
+    def _is_withheld(self, position: int) -> bool:
+        withheld = self._launch.withheld
+        return bool(withheld) and ((position, None) in withheld or (position, self._cut.name) in withheld)
+
+    def _entry(self, position: int) -> Entry | None:
+        if self._is_withheld(position):
+            return None
+        if self._owned is not None:
+            owned = self._owned.get(position)
+            if owned is None:
+                self._extents(position)  # raises for a bad row
+            return owned
+        if self._launch.is_released:
+            raise _stale(self._launch)
+        extents = self._extents(position)
+        if not extents:
+            return None
+        padded = self._launch.outputs[self._cut.output]
+        if self._cut.span.max_spans == 1:
+            return self._cut.span_map.cut(padded, position, extents[0])
+        return tuple(self._cut.span_map.cut(padded, position, extent) for extent in extents)
+
+    def _extents(self, position: int) -> list[tuple[tuple[int, int], ...]]:
+        """The row's declared spans that are not empty in this output, each with one (start, end) per spanned dim."""
+        cut, words = self._cut, self._spans
+        widths, mapped = cut.widths, cut.span_map
+        num_dims = len(widths)
+        word = position * cut.span.words_per_row
+        extents: list[tuple[tuple[int, int], ...]] = []
+        for _ in range(cut.span.max_spans):
+            extent: list[tuple[int, int]] = []
+            empty = False
+            for dim in range(num_dims):
+                start, end = words[word], words[word + 1]
+                word += 2
+                if not 0 <= start <= end <= widths[dim]:
+                    row_id = self.row_ids[position]
+                    raise SpanError(
+                        f"row {row_id!r} of {cut.label!r} (dim {cut.span.dims[dim]}): "
+                        f"{describe_bad_span(start, end, widths[dim])}. Other rows of the step are not affected.",
+                        [row_id],
+                    )
+                extent.append((start, end))
+                if not mapped.is_identity:
+                    start, end = mapped.apply(dim, start, end)
+                empty |= start == end
+            if not empty:
+                extents.append(tuple(extent))
+        return extents
+
+
+def _gather(views: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of `views`, side by side in one new buffer."""
+    if not views:
+        return []
+    with torch.inference_mode(False), torch.no_grad():
+        buffer = torch.empty(sum(v.numel() for v in views), dtype=views[0].dtype, device=views[0].device)
+        offset, copies = 0, []
+        for view in views:
+            copies.append(buffer[offset : offset + view.numel()].view(view.shape))
+            offset += view.numel()
+        torch._foreach_copy_(copies, list(views))
+    return copies
+
+
+def _stale(launch: Launch) -> StaleStepError:
+    return StaleStepError(
+        f"{launch} was released, so its memory may belong to a later step. Read rows before release(), keep them with"
+        " rows.own(), or raise depth to hold more steps at once."
+    )
+
+
+class Step:
+    """The ticket for one launch. Any thread may wait for it and read it; reading twice gives the same rows.
+
+    A step is open until its spans are read, and leased until it is released: `with step:` releases at the end of the
+    block, `release()` does it by hand, and so does the collection of the step and its rows.
+    """
+
+    __slots__ = ("__weakref__", "_launch", "_make_result", "_ring")
+
+    def __init__(self, ring: Ring, launch: Launch, make_result: Callable[[Step, bool], Any] | None = None) -> None:
+        self._ring = ring
+        self._launch = launch
+        self._make_result = make_result
+
+    @property
+    def generation(self) -> int:
+        """The launch's number in the ring."""
+        return self._launch.generation
+
+    @property
+    def row_ids(self) -> tuple[Hashable, ...]:
+        """Ids of the real rows, frozen at launch."""
+        ids = self._launch.row_ids
+        return tuple(range(self._launch.num_rows) if ids is None else ids)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a wait would return at once. Does not wait."""
+        if self._launch.is_read or self._launch.error is not None:
+            return True
+        return self._launch.event is not None and self._launch.event.query()
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the lease has ended."""
+        return self._launch.is_released
+
+    def wait(self, timeout: float | None = None) -> Step:
+        """Wait until the step is done and its spans are on the host.
+
+        Args:
+            timeout: seconds; None waits for ever.
+
+        Raises:
+            StepTimeoutError: after `timeout`; the step stays open and can be waited for again.
+            StagingError: if the step's slot does not hold this step.
+            StaleStepError: after the step's release.
+        """
+        if self._launch.is_released:
+            raise self._launch.error or _stale(self._launch)
+        with profiled("spangraph.wait"):
+            self._ring.wait(self._launch, timeout)
+        return self
+
+    def rows(self, name: str | None = None) -> Rows:
+        """Wait, then cut one spanned output.
+
+        Args:
+            name: the declared name, or `"fqn.name"` where several submodules declare it; may be left out where the
+                step has one spanned output.
+
+        Raises:
+            RowLookupError: if the step has no such spanned output.
+            and what `wait` raises.
+        """
+        self.wait()
+        return self.cut_rows(self._launch.tail.cut(name))
+
+    def cut_rows(self, cut: Cut) -> Rows:
+        """Rows of one planned cut; after a wait."""
+        words, buffer = self._launch.words, self._launch.tail.buffer
+        if words is None or buffer is None:
+            raise StepStateError(f"{self._launch} staged no spans.")
+        first, width = buffer.layout.columns[cut.column]
+        return Rows(self, self._launch, cut, words[first : first + width * self._launch.num_rows])
+
+    def output(self, index: int) -> Tensor:
+        """One whole output of the graph; after a wait."""
+        return self._launch.outputs[index]
+
+    def row_values(self, name: str) -> Tensor:
+        """Wait, then the row values called `name`: a host tensor, int64 `[rows]` or `[rows, k]`, of the real rows.
+
+        Raises:
+            RowLookupError: if the step has no such row value.
+            and what `wait` raises.
+        """
+        self.wait()
+        words, tail = self._launch.words, self._launch.tail
+        column, shape = tail.value(name)
+        assert words is not None and tail.buffer is not None, "a tail with row values has a slot"
+        first, width = tail.buffer.layout.columns[column]
+        rows = self._launch.num_rows
+        values = torch.tensor(words[first : first + width * rows].tolist(), dtype=torch.int64)
+        return values.view(rows, *shape)
+
+    def result(self) -> Any:
+        """Wait, then the model's own output structure with spanned tensors replaced by `Rows`.
+
+        Outputs without spans are delivered whole and live as long as the rows. Only for compiled models.
+
+        Raises:
+            StepStateError: for a step of a `SpanStager`, which knows no output structure.
+            and what `wait` raises.
+        """
+        return self._result(own=False)
+
+    def _result(self, *, own: bool) -> Any:
+        self.wait()
+        if self._make_result is None:
+            raise StepStateError("a step of a SpanStager has no result(): use rows(name) and the graph's own outputs.")
+        with profiled("spangraph.cut"):
+            return self._make_result(self, own)
+
+    def withhold(self, row_id: Hashable, *names: str) -> None:
+        """Withhold a row after the launch, for the named outputs or all of them: as if its spans were empty.
+
+        For stop checks and aborted requests; never waits.
+
+        Raises:
+            RowLookupError: if the step has no such row or output.
+        """
+        if row_id not in self.row_ids:
+            raise RowLookupError(f"no row {row_id!r} in this step; its rows are {list(self.row_ids)}.")
+        position = self.row_ids.index(row_id)
+        for name in names or (None,):
+            self._launch.withheld.add((position, None if name is None else self._launch.tail.cut(name).name))
+
+    def release(self) -> None:
+        """End the lease. Rows that are views become invalid; a consumer's work on the current stream is waited for, on
+        the device, by the next launch into this memory. Never waits, and does nothing the second time."""
+        self._ring.release(self._launch)
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        if not self._launch.is_released:
+            self._ring.discard(self._launch)
+
+    def __repr__(self) -> str:
+        return f"<{self._launch}>"
+
+
+class _Unprofiled:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+_UNPROFILED = _Unprofiled()
+
+
+def profiled(name: str) -> Any:
+    """A profiler range around host work; free while no profiler runs, and never a synchronisation."""
+    return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else _UNPROFILED
