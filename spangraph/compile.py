@@ -418,8 +418,8 @@ def _call(trace: Trace, gm: fx.GraphModule, leaves: Sequence[Tensor]) -> Sequenc
         or torch.is_autocast_enabled(device_type)
     ):
         with trace.context():
-            return gm(*leaves)  # type: ignore[no-any-return]
-    return gm(*leaves)  # type: ignore[no-any-return]
+            return gm.forward(*leaves)  # type: ignore[no-any-return]
+    return gm.forward(*leaves)  # type: ignore[no-any-return]
 
 
 @dataclass

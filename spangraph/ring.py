@@ -58,8 +58,9 @@ class SlotBuffer:
     def __init__(self, backend: Backend, layout: Layout, num_slots: int) -> None:
         self.layout = layout
         self.memory: Pinned = backend.pinned(num_slots, layout.num_words, writer="device")
-        self._address = self.memory.host.data_ptr()
-        self._words = (ctypes.c_int64 * (num_slots * layout.num_words)).from_address(self._address)
+        address = self.memory.host.data_ptr()
+        self._words = (ctypes.c_int64 * (num_slots * layout.num_words)).from_address(address)
+        self._bytes = memoryview(self._words).cast("B")
 
     def header(self, slot: int) -> int:
         """The generation that the slot holds."""
@@ -68,7 +69,7 @@ class SlotBuffer:
     def copy_out(self, slot: int) -> memoryview:
         """A private copy of the slot's words."""
         size = self.layout.num_words * _WORD
-        return memoryview(ctypes.string_at(self._address + slot * size, size)).cast("q")
+        return memoryview(bytes(self._bytes[slot * size : (slot + 1) * size])).cast("q")
 
 
 @dataclass(eq=False, slots=True)
@@ -86,7 +87,7 @@ class Launch:
     error: BaseException | None = None
     is_read: bool = False
     is_released: bool = False
-    withheld: set[tuple[int, str | None]] = field(default_factory=set)
+    withheld: set[tuple[int, str | None]] | None = None
     lock: Any = field(default_factory=threading.Lock)
 
     def __str__(self) -> str:
@@ -129,6 +130,7 @@ class Ring:
         self._last: tuple[Any, Event] | None = None
         self._rebase_due = False
         self._reserved: Launch | None = None
+        self._waiters = 0
         self.is_closed = False
 
     # ---- reserve, commit, abort: the three ends of a launch, all under the lock ---------------------------------
@@ -156,7 +158,7 @@ class Ring:
                 raise ClosedError("launch on a closed object: compile the model (or build the stager) again.")
             self._reap()
             if len(self._live) < self.depth:
-                tail = next((tail for tail in tails if self._has_room(tail)), None)
+                tail = self._free_tail(tails)
                 if tail is not None:
                     break
             problem = self._why_full(tails[0])
@@ -164,7 +166,11 @@ class Ring:
                 raise RingFullError(problem)
             if deadline is not None and time.monotonic() > deadline:
                 raise StepTimeoutError(f"no room for a launch within {timeout} s: {problem}\n{self.describe()}")
-            self._changed.wait(sleep)
+            self._waiters += 1
+            try:
+                self._changed.wait(sleep)
+            finally:
+                self._waiters -= 1
             sleep = min(sleep * 2, _LAST_SLEEP)
         if self._rebase_due:
             self._rebase()
@@ -215,7 +221,7 @@ class Ring:
 
     def _order(self) -> None:
         """Let this launch follow the last one, and every consumer of memory that it may overwrite, on the device."""
-        if self._last is None and not self._consumers:
+        if not self.backend.static or (self._last is None and not self._consumers):
             return
         stream = self.backend.stream()
         if self._last is not None and self._last[0] != stream:
@@ -227,8 +233,11 @@ class Ring:
 
     # ---- room --------------------------------------------------------------------------------------------------
 
-    def _has_room(self, tail: Tail) -> bool:
-        return tail.occupant is None and (not tail.columns or self._find_slot(tail) is not None)
+    def _free_tail(self, tails: Sequence[Tail]) -> Tail | None:
+        for tail in tails:
+            if tail.occupant is None and (not tail.columns or self._find_slot(tail) is not None):
+                return tail
+        return None
 
     def _why_full(self, tail: Tail) -> str:
         if len(self._live) >= self.depth:
@@ -266,6 +275,10 @@ class Ring:
         if self._quarantine:
             self._free.extend(slot for slot, generation in self._quarantine if generation <= self._done)
             self._quarantine = [(slot, gen) for slot, gen in self._quarantine if gen > self._done]
+
+    def _notify(self) -> None:
+        if self._waiters:
+            self._changed.notify_all()
 
     def _is_done(self, launch: Launch) -> bool:
         try:
@@ -329,7 +342,7 @@ class Ring:
                 launch.is_read = True
                 if not launch.tail.keeps_outputs:
                     self._live.pop(id(launch), None)
-                self._changed.notify_all()
+                self._notify()
             return launch.words
 
     def _wait_event(self, launch: Launch, event: Event, timeout: float | None) -> None:
@@ -370,7 +383,7 @@ class Ring:
         launch.outputs = ()
         if launch.slot is not None:
             self._dying.append(launch)
-        self._changed.notify_all()
+        self._notify()
 
     def discard(self, launch: Launch) -> None:
         """For finalisers: leave the launch to the next one. Takes no lock."""

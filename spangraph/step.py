@@ -164,7 +164,7 @@ class Rows(Mapping[Hashable, Entry]):
 
     def _is_withheld(self, position: int) -> bool:
         withheld = self._launch.withheld
-        return bool(withheld) and ((position, None) in withheld or (position, self._cut.name) in withheld)
+        return withheld is not None and ((position, None) in withheld or (position, self._cut.name) in withheld)
 
     def _entry(self, position: int) -> Entry | None:
         if self._is_withheld(position):
@@ -359,8 +359,9 @@ class Step:
         if row_id not in self.row_ids:
             raise RowLookupError(f"no row {row_id!r} in this step; its rows are {list(self.row_ids)}.")
         position = self.row_ids.index(row_id)
+        withheld = self._launch.withheld = self._launch.withheld or set()
         for name in names or (None,):
-            self._launch.withheld.add((position, None if name is None else self._launch.tail.cut(name).name))
+            withheld.add((position, None if name is None else self._launch.tail.cut(name).name))
 
     def release(self) -> None:
         """End the lease. Rows that are views become invalid; a consumer's work on the current stream is waited for, on

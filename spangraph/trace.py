@@ -81,19 +81,23 @@ class Trace:
         """The model's output structure with these leaves."""
         # A Hugging Face ModelOutput of one field iterates over that field when it is built, and takes pairs for items:
         # it gets its leaves afterwards.
-        late = [i for i in self._model_output_leaves if not isinstance(leaves[i], Tensor)]
+        late = self._model_output_leaves
         if not late:
-            return pytree.tree_unflatten(leaves, self.out_spec)
+            return self._build(leaves)
         early = list(leaves)
         for i in late:
             early[i] = torch.empty(0)
-        out = pytree.tree_unflatten(early, self.out_spec)
+        out = self._build(early)
         for i in late:
             parent = out
             for key in self.paths[i][:-1]:
                 parent = key.get(parent)
             parent[self.paths[i][-1].key] = leaves[i]
         return out
+
+    @functools.cached_property
+    def _build(self) -> Callable[[list[Any]], Any]:
+        return _unflattener(self.out_spec, 0)[0]
 
     @functools.cached_property
     def _model_output_leaves(self) -> list[int]:
@@ -323,6 +327,22 @@ def flatten_output(out: Any) -> tuple[list[Tensor], list[Any], list[Any], pytree
         else:
             template.append(Constant(leaf))
     return tensors, template, [path for path, _ in paths], spec
+
+
+def _unflattener(spec: pytree.TreeSpec, first: int) -> tuple[Callable[[list[Any]], Any], int]:
+    """A function from leaves to the structure of `spec`, and the index after its last leaf.
+
+    `pytree.tree_unflatten` walks the spec at every call; a step's result has the same one each time.
+    """
+    if spec.is_leaf():
+        return (lambda leaves: leaves[first]), first + 1
+    unflatten = pytree.SUPPORTED_NODES[spec.type].unflatten_fn
+    children = []
+    for child in spec.children():
+        build, first = _unflattener(child, first)
+        children.append(build)
+    context = spec.context
+    return (lambda leaves: unflatten([build(leaves) for build in children], context)), first
 
 
 def _leaf_name(path: Any) -> str:

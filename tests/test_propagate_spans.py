@@ -22,36 +22,28 @@ Outputs = Tensor | tuple[Tensor, ...]
 Spans = list[tuple[int, int]]
 
 
-class _Marked(nn.Module):
-    """The marked value is a clone of the input, so that it is not an input itself."""
-
-    def __init__(self, fn: Callable[[Tensor], Any]) -> None:
+class _Model(nn.Module):
+    def __init__(self, fn: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
         self.fn = fn
-        self.gain = nn.Parameter(torch.rand(()) + 0.5)
-        self.register_buffer("state", torch.zeros(3, 4, 9))
+        self.register_buffer("state", torch.rand(3, 4, 9))
 
     def forward(self, x: Tensor) -> Any:
-        return self.fn(x.clone())
+        return self.fn(x, self.state)
 
 
-def export(model: nn.Module, *inputs: Tensor) -> fx.Graph:
-    return torch.export.export(model.eval(), inputs, strict=False).graph_module.graph
-
-
-def named(graph: fx.Graph, name: str) -> fx.Node:
-    return next(node for node in graph.nodes if node.name == name)
-
-
-def results(graph: fx.Graph) -> list[fx.Node]:
-    return list(next(node for node in graph.nodes if node.op == "output").args[0])
+def trace(fn: Callable[[Tensor, Tensor], Any], x: Tensor, *, lifted: bool = True) -> tuple[fx.Graph, list[fx.Node]]:
+    """The graph of `fn(x, buffer)` and its output nodes. The buffer is an input of the graph, or an attribute."""
+    program = torch.export.export(_Model(fn), (x,), strict=False)
+    graph = program.graph_module.graph if lifted else program.module().graph
+    return graph, list(next(node for node in graph.nodes if node.op == "output").args[0])
 
 
 def follow(fn: Callable[[Tensor], Any], x: Tensor, dims: tuple[int, ...]) -> list[SpanMap | Unknown | None]:
-    """What propagation says about each output of `fn`."""
-    graph = export(_Marked(fn), x)
-    found = propagate_spans(graph, named(graph, "clone"), dims)
-    return [found.get(node) for node in results(graph)]
+    """What propagation says about each output of `fn(y)`, where the marked value y is computed, and no input."""
+    graph, results = trace(lambda x, _: fn(x.clone()), x)
+    found = propagate_spans(graph, next(node for node in graph.nodes if node.name == "clone"), dims)
+    return [found.get(node) for node in results]
 
 
 def random_spans(rng: random.Random, shape: Sequence[int], dims: Sequence[int]) -> list[Spans]:
@@ -344,18 +336,16 @@ def random_step(rng: random.Random, y: Tensor, names: list[str]) -> tuple[Tensor
         return y[(*(slice(None),) * along, slice(start, end, rng.choice((1, 1, 2, 3))))], names
     if kind == 4:
         return y.flip(along - rng.choice((0, ndim))), names
-    if kind == 5 and others:
-        dim = rng.choice(others)
-        return (y.select(dim, -1) if y.shape[dim] else y.sum(dim)), [*names[:dim], *names[dim + 1 :]]
+    if kind == 5 and others and y.shape[dim := rng.choice(others)]:
+        return y.select(dim, -1), [*names[:dim], *names[dim + 1 :]]
     if kind == 6 and width:
         return rng.choice(y.chunk(rng.randint(1, 3), along)), names
-    if kind == 7 and "" in names[:-1] and y.is_contiguous():
-        dim = names[:-1].index("")
-        return (y.flatten(dim, dim + 1), [*names[:dim], *names[dim + 1 :]]) if names[dim + 1] == "" else (y * 1, names)
+    if kind == 7 and len(pairs := [dim for dim in others if dim + 1 in others]):
+        return y.flatten(dim := rng.choice(pairs), dim + 1), [*names[:dim], *names[dim + 1 :]]
     if kind == 8:
         return rng.choice((y + 0, y.contiguous(), y.clone(), y.reshape(*y.shape, 1).squeeze(-1))), names
     if kind == 9:
-        return F.pad(y, (0, 0) * (ndim - 1 - along) + (rng.randint(-2, 2), rng.randint(0, 3)), value=fill), names
+        return F.pad(y, (0, 0) * (ndim - 1 - along) + (rng.randint(-min(2, width), 2), rng.randint(0, 3)), value=fill), names
     if kind == 10:
         return y.repeat_interleave(rng.randint(2, 3), along), names
     if kind == 11 and others:
@@ -419,3 +409,143 @@ def test_random_chains(shape, dims, names):
 def test_random_chains_that_take_something_apart(shape, dims, names):
     maps = follow(lambda y: tuple(random_chain(i, y, names, broken=True) for i in range(100)), labelled(shape), dims)
     assert all(isinstance(found, Unknown) for found in maps), maps
+
+
+def test_a_view_carries_its_spans_to_everything_that_shares_its_tensor():
+    def fn(x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        conv = x.clone()
+        marked = conv.transpose(1, 2).unsqueeze(1).contiguous().view(3, 9, 4)
+        return marked, conv, conv.unsqueeze(0), conv.flip(-1), conv.movedim(0, 1) * 1, marked[:, 1:], x, x * 2
+
+    labels = labelled((3, 4, 9))
+    graph, (marked, *rest) = trace(fn, labels)
+    found = propagate_spans(graph, marked, (1,))
+    assert found[marked] == SpanMap.identity(3, (1,))
+    rows: list[Spans] = [[(1, 5)], [(0, 9)], [(3, 3)]]
+    for node, out in zip(rest[:-2], fn(labels, labels)[1:-2], strict=True):
+        check_labels(out, found[node], labels, (2,), rows)
+    assert not found.keys() & set(rest[-2:])  # what it was computed from is another tensor
+
+
+def test_a_view_that_merged_rows_leaves_what_it_shows_unknown():
+    def fn(x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        flat = x.reshape(12, 9).clone()
+        return flat.view(3, 4, 9), flat, flat + 1
+
+    graph, (marked, flat, later) = trace(fn, torch.rand(3, 4, 9))
+    found = propagate_spans(graph, marked, (-1,))
+    assert found[marked] == SpanMap.identity(3, (-1,))
+    assert found[flat] == found[later] == Unknown(found[flat].reason, marked)
+    assert "does not hold rows and spans along dims of their own" in found[flat].reason
+
+
+@pytest.mark.parametrize("lifted", [True, False])
+@pytest.mark.parametrize(
+    "pick",
+    [
+        pytest.param(lambda x, state: x, id="input"),
+        pytest.param(lambda x, state: state, id="buffer"),
+        pytest.param(lambda x, state: x.transpose(0, 1).transpose(0, 1), id="view-of-an-input"),
+        pytest.param(lambda x, state: state[..., :9], id="slice-of-a-buffer"),
+    ],
+)
+def test_an_input_counts_as_itself_only(pick, lifted):
+    """Else a model that returns its padded input as an output has spans all over."""
+
+    def fn(x: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+        given = pick(x, state)
+        return given, given.detach(), given.relu(), given[..., 1:], x + state
+
+    graph, (given, same, *derived) = trace(fn, torch.rand(3, 4, 9), lifted=lifted)
+    found = propagate_spans(graph, given, (-1,))
+    assert found[given] == found[same] == SpanMap.identity(3, (-1,))
+    assert not found.keys() & set(derived)
+    # The mirrored case: once something was computed from it, everything after derives.
+    assert set(derived[1:2]).isdisjoint(propagate_spans(graph, derived[0], (-1,)))
+    assert derived[0] in propagate_spans(graph, derived[0], (-1,))
+
+
+def test_before_an_in_place_write_only_views_are_the_marked_value():
+    def fn(x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        memory = torch.zeros_like(x)
+        view, copy, shifted = memory.transpose(1, 2), memory.clone(), memory[..., 1:] + 1
+        return memory.copy_(x * 2), view, copy, shifted, view + 1
+
+    graph, (marked, view, copy, shifted, later) = trace(fn, torch.rand(3, 4, 9))
+    found = propagate_spans(graph, marked, (-1,))
+    assert found[marked] == SpanMap.identity(3, (-1,))
+    assert found[view] == found[later] == SpanMap(0, (1,), ((),))
+    assert not {copy, shifted} & found.keys()
+
+
+def test_what_the_value_is_written_into_derives_from_then_on():
+    def fn(x: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+        y = x.clone()
+        part, whole, early, other = torch.zeros(3, 4, 11), torch.zeros(3, 4, 9), torch.zeros(3, 4, 9), torch.zeros(3, 4, 9)
+        view, before = part.flatten(1), early + 1
+        part[..., 2:] = y
+        whole.copy_(y)
+        early.add_(y)
+        return y, part, view, part * 2, whole, whole[..., 1:], early, before, other + 1
+
+    graph, nodes = trace(fn, torch.rand(3, 4, 9))
+    y, part, view, after, whole, sliced, early, before, other = nodes
+    found = propagate_spans(graph, y, (-1,))
+    assert all(isinstance(found[node], Unknown) for node in (part, view, after))
+    assert "it writes the marked value into the memory of" in found[part].reason
+    assert found[whole] == found[early] == SpanMap.identity(3, (-1,))
+    assert found[sliced].apply(0, 0, 4) == (0, 3)
+    assert not {before, other} & found.keys()
+
+
+def test_writes_into_the_value_itself_change_bytes_and_no_span():
+    def fn(y: Tensor) -> tuple[Tensor, ...]:
+        y[..., :2].zero_()
+        y[:, 1:3] = 0.5
+        y.index_put_((INDEX, INDEX), torch.ones(9))
+        y[..., 2:].copy_(y[..., 2:].flip(0))
+        return y, y * 2
+
+    assert follow(fn, torch.rand(3, 4, 9), (-1,)) == [SpanMap.identity(3, (-1,))] * 2
+
+
+def test_a_tensor_whose_dims_are_swapped_in_place_is_unknown():
+    def fn(y: Tensor) -> tuple[Tensor, ...]:
+        z = y * 1
+        z.transpose_(1, 2)
+        return z, z + 1, y
+
+    swapped, later, untouched = follow(fn, torch.rand(3, 9, 9), (-1,))
+    assert isinstance(swapped, Unknown)
+    assert isinstance(later, Unknown)
+    assert untouched == SpanMap.identity(3, (-1,))
+
+
+def test_shapes_and_dtypes_alone_do_not_derive():
+    def fn(y: Tensor) -> tuple[Tensor, ...]:
+        fresh = torch.arange(4.0)
+        new = torch.zeros_like(y), y.new_ones(3), torch.rand_like(y) * 2, torch.full((y.shape[0],), y.shape[1])
+        return (*new, fresh.type_as(y), fresh.view(1, 4, 1).expand_as(y), fresh.to(y), y + torch.zeros_like(y))
+
+    *shapes, derived = follow(fn, torch.rand(3, 4, 9), (-1,))
+    assert shapes == [None] * len(shapes)
+    assert derived == SpanMap.identity(3, (-1,))
+
+
+def test_nested_graphs_are_unknown():
+    def fn(y: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16):
+            inner = y @ y.mT
+        with torch.no_grad():
+            return inner, y.relu()
+
+    inner, _ = follow(fn, torch.rand(3, 4, 9), (-1,))
+    assert isinstance(inner, Unknown)
+    assert "wrap_with_autocast" in inner.reason
+
+
+@pytest.mark.parametrize("dims", [(0,), (-3,), (3,), (1, -2)])
+def test_dims_that_cannot_hold_spans_are_refused(dims):
+    graph, (y,) = trace(lambda x, _: (x.clone(),), torch.rand(3, 4, 9))
+    with pytest.raises(ValueError, match="do not fit a value of 3 dims"):
+        propagate_spans(graph, y, dims)
