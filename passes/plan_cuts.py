@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import fx
-
-from spangraph.diagnostics import Diagnostic
-from spangraph.errors import DeclarationError
 from spangraph.passes.marks import Mark
 from spangraph.passes.nodes import output_node, result_nodes, where
 from spangraph.passes.propagate_spans import Unknown, propagate_spans
 from spangraph.passes.span_maps import SpanMap
+from torch import fx
+
+from spangraph.diagnostics import Diagnostic
+from spangraph.errors import DeclarationError
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class PlannedCut:
 def deliver_values(gm: fx.GraphModule, marks: Sequence[Mark]) -> fx.GraphModule:
     """Make every marked value a graph output, so that its rows can be read by name.
 
-        mark(y, s); z = relu(y); return (z,)      mark(y, s); z = relu(y); return (z, y)
+    mark(y, s); z = relu(y); return (z,)      mark(y, s); z = relu(y); return (z, y)
     """
     out = output_node(gm.graph)
     results = result_nodes(gm.graph)
@@ -105,7 +105,9 @@ def _inside(fqn: str, other: str) -> bool:
     return fqn != other and (other == "" or fqn.startswith(other + "."))
 
 
-def _upstream(marks: Sequence[Mark], far: int, near: Sequence[int], reach: dict[int, dict[fx.Node, SpanMap | Unknown]]) -> bool:
+def _upstream(
+    marks: Sequence[Mark], far: int, near: Sequence[int], reach: dict[int, dict[fx.Node, SpanMap | Unknown]]
+) -> bool:
     """Whether the nearer value derives from the farther one: then its own spans say it all."""
     return any(marks[i].value in reach[far] for i in near)
 

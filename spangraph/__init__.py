@@ -6,7 +6,7 @@ host after the step: no host read in the model, no padded copies.
 
 from spangraph import kernels as kernels  # registers the operators, before anything traces
 from spangraph.backends import Backend, CudaBackend, InlineBackend
-from spangraph.compile import Compiled, compile  # noqa: A004 - the field's name for it
+from spangraph.compile import Compiled, compile
 from spangraph.declare import Span, SpannedOutput, declare, from_lengths, from_mask, withhold
 from spangraph.diagnostics import Diagnostic
 from spangraph.errors import (

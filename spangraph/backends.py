@@ -247,6 +247,8 @@ class CudaBackend(Backend):
 
     name = "cuda"
     static = True
+    # Held during a capture and a launch: a launch, or an event query even by another thread, breaks a capture.
+    _gate = threading.RLock()
 
     def __init__(self, device: torch.device | str = "cuda", *, cuda: Any = torch.cuda) -> None:
         self._cuda = cuda
@@ -255,11 +257,11 @@ class CudaBackend(Backend):
             self.device = torch.device("cuda", cuda.current_device())
         # The release of the header orders the spans before it on CUDA; not on HIP with more than one wave (KERNELS.md).
         self.ordered_header = torch.version.hip is None and platform.machine() in ("x86_64", "AMD64")
-        # Held during a capture: an event query, even by another thread, breaks a capture of some drivers.
-        self._gate = threading.RLock()
 
-    def guard(self) -> contextlib.AbstractContextManager[Any]:
-        return self._cuda.device(self.device)  # type: ignore[no-any-return]
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        with self._gate, self._cuda.device(self.device):
+            yield
 
     def pinned(self, *shape: int, writer: str) -> Pinned:
         with torch.inference_mode(False):

@@ -7,27 +7,37 @@ import inspect
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from spangraph.backends import Backend, Event, Graph, debug_enabled, preserve_generators, resolve_backend
+from spangraph.diagnostics import Diagnostic
 from spangraph.errors import ClosedError, DeclarationError, HostReadError, InputError, TraceError
 from spangraph.passes import Prepared, insert_staging_node, prepare_graph
 from spangraph.passes.marks import public_names
 from spangraph.passes.nodes import val
 from spangraph.stager import StagerCore, Tail, make_cut
 from spangraph.step import Cut, Step, profiled
-from spangraph.trace import CallSpec, Constant, Trace, Watch, is_constant, normalise_call, retrace_uncaptured, trace_model
+from spangraph.trace import (
+    CallSpec,
+    Constant,
+    Trace,
+    Watch,
+    is_constant,
+    normalise_call,
+    retrace_uncaptured,
+    trace_model,
+)
 from spangraph.weights import Weights
 
 _logger = logging.getLogger("spangraph")
 _OPTIONS = ("rows", "num_rows", "wait", "timeout")
 
 
-def compile(  # noqa: A001 - the field's name for it
+def compile(
     model: nn.Module,
     *,
     walk: str = "forward",
@@ -280,8 +290,11 @@ class Compiled:
             _logger.info("traced opaquely: %s", trace.reason)
         if trace.rebinds and backend.static and trace.captures:
             raise TraceError(
-                f"the forward rebinds {', '.join(trace.rebinds)}, which a replay cannot repeat: update in place (copy_)."
+                f"the forward rebinds {', '.join(trace.rebinds)}, which a replay cannot repeat: update it in place with"
+                " copy_."
             )
+        if trace.tracer == "opaque" and prepared.marks:
+            _say_what_is_whole(trace, prepared)
         label = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors) or "no tensors"
         signature = _Signature(label, trace, prepared)
         if trace.tracer == "export" or backend.static:
@@ -341,8 +354,6 @@ class Compiled:
     def _capture(self, trace: Trace, instances: Sequence[_Instance], inputs: Sequence[Tensor]) -> None:
         backend = self._backend
         with backend.guard(), contextlib.ExitStack() as stack:
-            if any(generator.device.type == "cpu" for generator in self._generators) and backend.device.type != "cpu":
-                raise InputError("a CPU generator cannot be captured: its state lives on the host. Use a device generator.")
             backend.synchronize()
             stack.enter_context(preserve_generators(backend.device, self._generators))
             stack.enter_context(Watch(self._model))
@@ -361,10 +372,8 @@ class Compiled:
 
     def explain(self) -> str:
         """What was traced, staged and cut, signature by signature, as text."""
-        lines = [
-            f"spangraph.compile of {type(self._model).__name__}, walk {self._walk!r}, backend {self._backend.name},"
-            f" depth {self._ring.depth}"
-        ]
+        name = type(self._model).__name__
+        lines = [f"{name}, walk {self._walk!r}, backend {self._backend.name}, depth {self._ring.depth}"]
         if not self._by_key:
             lines.append("  nothing launched yet: signatures are traced at their first launch")
         for signature in self._by_key.values():
@@ -398,7 +407,7 @@ class Compiled:
         self._by_key.clear()
         self._by_tensors.clear()
 
-    def __enter__(self) -> Compiled:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -449,19 +458,44 @@ class _Uncaptured:
             static.copy_(fresh)
 
 
+def _say_what_is_whole(trace: Trace, prepared: Prepared) -> None:
+    """An opaque trace knows aliases, not derivations: name the outputs for which that leaves a question."""
+    cut = {plan.output for plan in prepared.cuts}
+    spans = {mark.spans for mark in prepared.marks}
+    whole = [
+        name or str(i)
+        for i, (name, node) in enumerate(zip(trace.leaf_names, prepared.results, strict=False))
+        if i not in cut and node not in spans and val(node).ndim > 0
+    ]
+    if whole:
+        trace.diagnostics.append(
+            Diagnostic(
+                "SG203",
+                f"outputs {whole} share no memory with a spanned value; they are delivered whole, as an opaque trace"
+                " cannot tell whether they derive from one.",
+                fix="declare them, with spans of their own.",
+            )
+        )
+
+
 def _result_maker(trace: Trace, cuts: Mapping[int, Cut], *, clone_whole: bool) -> Callable[[Step, bool], Any]:
     """A function that builds a step's result in the model's own output structure."""
 
+    plan = [
+        (None, leaf.value, None) if isinstance(leaf, Constant) else (cuts.get(leaf), None, leaf)
+        for leaf in trace.out_leaves
+    ]
+
     def make_result(step: Step, own: bool) -> Any:
         leaves: list[Any] = []
-        for leaf in trace.out_leaves:
-            if isinstance(leaf, Constant):
-                leaves.append(leaf.value)
-            elif (cut := cuts.get(leaf)) is not None:
+        for cut, constant, output in plan:
+            if cut is not None:
                 rows = step.cut_rows(cut)
                 leaves.append(rows.own() if own else rows)
+            elif output is None:
+                leaves.append(constant)
             else:
-                whole = step.output(leaf)
+                whole = step.output(output)
                 leaves.append(whole.clone() if own and clone_whole else whole)
         return trace.unflatten(leaves)
 

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spangraph.backends import preserve_generators
-from spangraph.declare import Declaration, Span, find_declarations, iter_spanned
+from spangraph.declare import Declaration, Span, SpannedOutput, find_declarations, iter_spanned
 from spangraph.diagnostics import Diagnostic
 from spangraph.errors import DeclarationError, HostReadError, SpangraphError, TraceError
 from spangraph.passes.host_reads import diagnose_read, host_read_error, read_by
@@ -342,6 +342,12 @@ def _unflattener(spec: pytree.TreeSpec, first: int) -> tuple[Callable[[list[Any]
         build, first = _unflattener(child, first)
         children.append(build)
     context = spec.context
+    if spec.type is dict:  # the usual containers, without the detour
+        items = list(zip(context, children, strict=True))
+        return (lambda leaves: {key: build(leaves) for key, build in items}), first
+    if spec.type is SpannedOutput:
+        outputs, spans, values = children
+        return (lambda leaves: SpannedOutput(outputs(leaves), spans(leaves), values(leaves), context)), first
     return (lambda leaves: unflatten([build(leaves) for build in children], context)), first
 
 
