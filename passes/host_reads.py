@@ -6,6 +6,7 @@ Reads of constant 0-d buffers are gone before this pass: the tracer gives them l
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -65,8 +66,13 @@ def read_by(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str |
     # x[mask] = scalar is a masked fill; x[mask] = tensor counts the mask.
     if name in ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_") and any(_is_mask(i) for i in args[1]):
         values = args[2] if len(args) > 2 else kwargs.get("values")
-        return None if isinstance(values, Tensor) and values.numel() == 1 else "how many values a mask selects (x[mask] = y)"
+        return None if _is_scalar(values) else "how many values a mask selects (x[mask] = y)"
     return None
+
+
+def _is_scalar(values: Any) -> bool:
+    # Not numel(): a size that is only known when it runs cannot be compared.
+    return isinstance(values, Tensor) and all(isinstance(size, int) and size == 1 for size in values.shape)
 
 
 def _is_mask(index: Any) -> bool:
@@ -139,7 +145,6 @@ def refuse_host_reads(gm: fx.GraphModule) -> fx.GraphModule:
 
 def host_read_error(reads: list[Diagnostic]) -> HostReadError:
     """The error that names all of `reads`."""
-    lines = "\n".join(f"  {read}" for read in dict.fromkeys(map(str, reads)))
-    return HostReadError(f"the forward reads device values on the host, {len(reads)} time(s):\n{lines}", reads)
-
-
+    counts = Counter((read.where, read.message) for read in reads)
+    lines = [f"  {place or 'unknown line'}: {message} ({count}x)" for (place, message), count in counts.items()]
+    return HostReadError("SG401 host reads in the forward:\n" + "\n".join([*lines, f"Fix: {_FIX}"]), reads)

@@ -398,7 +398,7 @@ class Compiled:
                 how = f"cut by {cut.name!r}" if cut else "delivered whole"
                 moved = " through " + repr(cut.span_map.moves) if cut and not cut.span_map.is_identity else ""
                 lines.append(f"    output {own}: {list(val(node).shape)}, {how}{moved}")
-            lines += [f"    {diagnostic}" for diagnostic in (*prepared.diagnostics, *trace.diagnostics)]
+            lines += [f"    {text}" for text in dict.fromkeys(map(str, (*prepared.diagnostics, *trace.diagnostics)))]
         return "\n".join(lines)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,12 +35,15 @@ SHAPES = {
     "0x1": (0, (2,)),
 }
 
+# Ids that Triton specialises by default (multiples of 16; the 1, which it makes a constant), and one that it does not.
+GRAPHS = (0, 1, 16, 7)
+
 Compiled = dict[str, dict[str, str]]
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    """Assembly, warps and resource usage by `"target shape"`."""
+    """Assembly, warps and resource usage by `"target shape"`; hashes of the kernels by `"target graphs"`."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs Triton")
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
@@ -144,51 +148,80 @@ def test_spans_are_stored_in_pairs(target: str, compiled: Compiled) -> None:
     assert set(_instructions(assembly[:barrier], r"st\.global\.[\w.]+")) == {"st.global.v2.b64"}
 
 
-def _compile(target_name: str, rows: int, widths: tuple[int, ...]) -> dict[str, str]:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+@pytest.mark.parametrize("target", CUDA_TARGETS + HIP_TARGETS)
+def test_graphs_share_one_kernel(target: str, compiled: Compiled) -> None:
+    """A kernel for each id would be loaded at its first launch, and that fails while the stream captures."""
+    assert len(set(compiled[f"{target} graphs"].values())) == 1
 
-    hip = target_name.startswith("gfx")
-    target = GPUTarget("hip", target_name, 64) if hip else GPUTarget("cuda", int(target_name), 32)
-    columns = [torch.empty(rows, width, dtype=torch.int64, device="meta") for width in widths]
+
+class _Driver:
+    """Stands in for a GPU's driver, so that Triton's own launcher compiles; nothing is launched."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    def get_current_target(self) -> object:
+        from triton.backends.compiler import GPUTarget
+
+        return (
+            GPUTarget("hip", self.target, 64) if self.target in HIP_TARGETS else GPUTarget("cuda", int(self.target), 32)
+        )
+
+    def get_current_device(self) -> int:
+        return (CUDA_TARGETS + HIP_TARGETS).index(self.target)  # kernels are cached by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _compile(target: str, rows: int, widths: tuple[int, ...], graph: int) -> Any:
+    """The kernel as `stage` would launch it on `target`."""
+    from triton.runtime import driver
+
+    stand_in: Any = _Driver(target)
+    driver.set_active(stand_in)
+    columns = tuple(_ints(rows, width) for width in widths)
     offsets = [HEADER_WORDS + sum(column.numel() for column in columns[:i]) for i in range(len(columns))]
     words = HEADER_WORDS + sum(column.numel() for column in columns) + 1
-    slots = torch.empty(4, words + words % 2, dtype=torch.int64, device="meta")
-    control = torch.empty(8, CONTROL_WORDS, dtype=torch.int64, device="meta")
+    cursor, slots, control = _ints(1), _ints(4, words + words % 2), _ints(8, CONTROL_WORDS)
+    options = _kernel_options(slots, control, columns, offsets, hip=target in HIP_TARGETS)
+    return _load_kernel().warmup(cursor, slots, control, columns, graph, grid=(1,), **options)
 
-    options = _kernel_options(slots, control, columns, offsets, hip=hip)
-    num_warps = options.pop("num_warps")
-    signature = dict.fromkeys(("cursor_ptr", "slots_ptr", "control_ptr"), "*i64")
-    signature |= {"column_ptrs": ("*i64",) * len(columns), "graph": "i32"} | dict.fromkeys(options, "constexpr")
-    kernel = _load_kernel()
-    aligned = [["tt.divisibility", 16]]
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(kernel.arg_names.index(name),): value for name, value in options.items()},
-        attrs={(0,): aligned, (1,): aligned, (2,): aligned} | {(3, i): aligned for i in range(len(columns))},
-    )
-    result = triton.compile(source, target=target, options={"num_warps": num_warps})
-    assembly = result.asm["amdgcn" if hip else "ptx"]
-    usage = "" if hip else _resource_usage(result.asm["cubin"])
-    return {"assembly": assembly, "usage": usage, "num_warps": str(result.metadata.num_warps)}
+
+def _ints(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.int64, device="meta")
+
+
+def _describe(target: str, rows: int, widths: tuple[int, ...]) -> dict[str, str]:
+    kernel = _compile(target, rows, widths, graph=7)
+    is_hip = target in HIP_TARGETS
+    return {
+        "assembly": kernel.asm["amdgcn" if is_hip else "ptx"],
+        "usage": "" if is_hip else _resource_usage(kernel.asm["cubin"]),
+        "num_warps": str(kernel.metadata.num_warps),
+    }
 
 
 def _resource_usage(cubin: bytes) -> str:
-    import triton
+    from triton.knobs import nvidia
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "stage.cubin")
         path.write_bytes(cubin)
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        command = [nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-if __name__ == "__main__":
-    kernels = {
-        f"{target} {name}": _compile(target, *shape)
+def _main() -> None:
+    compiled = {
+        f"{target} {name}": _describe(target, *shape)
         for target in CUDA_TARGETS + HIP_TARGETS
         for name, shape in SHAPES.items()
     }
-    json.dump(kernels, sys.stdout)
+    for target in CUDA_TARGETS + HIP_TARGETS:
+        compiled[f"{target} graphs"] = {str(graph): _compile(target, 4, (2,), graph).hash for graph in GRAPHS}
+    json.dump(compiled, sys.stdout)
+
+
+if __name__ == "__main__":
+    _main()

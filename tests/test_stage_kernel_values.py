@@ -57,7 +57,7 @@ class Scenario:
         shapes: one trailing shape for each column.
         cursor: where the ring starts.
         reverse: the columns lie in the slot in reverse order.
-        strided: the columns are not contiguous.
+        layout: how the columns lie in their own memory: "packed", "strided", or "shifted" off a 16-byte boundary.
     """
 
     rows: int
@@ -66,7 +66,7 @@ class Scenario:
     cursor: int = 0
     num_records: int = 4
     reverse: bool = False
-    strided: bool = False
+    layout: str = "packed"
 
 
 SPANS, SPANS_2D, MANY_SPANS, TOKEN, TOKENS = COLUMN_KINDS = ((2,), (2, 2), (3, 2), (), (5,))
@@ -99,7 +99,8 @@ SCENARIOS = (
         "negative-number-of-rows": Scenario(3, ONE, (Launch(1, -2),)),
         "empty-bucket": Scenario(0, ONE, (Launch(1, 0), Launch(2, 3))),
         "reverse": Scenario(5, (SPANS, TOKEN, TOKENS), (Launch(3, 4),), reverse=True),
-        "strided": Scenario(5, (SPANS, TOKENS, MANY_SPANS), (Launch(3, 4),), strided=True),
+        "strided": Scenario(5, (SPANS, TOKENS, MANY_SPANS), (Launch(3, 4),), layout="strided"),
+        "shifted": Scenario(5, (TOKEN, TOKENS), (Launch(3, 4),), layout="shifted"),
         # Dry runs: no record, or one for an earlier or a later launch, another graph, or no slot of the ring.
         "dry-no-record": Scenario(3, ONE, (DRY,)),
         "dry-old-generation": Scenario(3, ONE, (Launch(1, 3, generation_error=-1, is_dry=True),)),
@@ -154,8 +155,13 @@ class Ring:
         return torch.randint(INT64.min, INT64.max, shape, generator=generator)
 
     def columns(self) -> list[Tensor]:
-        step = 2 if self.scenario.strided else 1
-        return [self.random_ints(self.scenario.rows * step, *shape)[::step] for shape in self.scenario.shapes]
+        rows = self.scenario.rows
+        num_rows, cut = {
+            "packed": (rows, slice(None)),
+            "strided": (rows * 2, slice(None, None, 2)),
+            "shifted": (rows + 1, slice(1, None)),
+        }[self.scenario.layout]
+        return [self.random_ints(num_rows, *shape)[cut] for shape in self.scenario.shapes]
 
     def reserve(self, launch: Launch) -> None:
         count = int(self.cursor)

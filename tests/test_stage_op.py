@@ -4,6 +4,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,13 @@ from torch import Tensor, nn
 
 import spangraph.kernels.ops
 from spangraph.errors import InputError
-from spangraph.kernels.stage import CONTROL_WORDS, HEADER_WORDS, check_stage_args
+from spangraph.kernels.stage import CONTROL_WORDS, HEADER_WORDS, check_stage_args, stage_copy, stage_ref
 
 ops = torch.ops.spangraph
+
+
+def _ints(*shape: int, device: str = "cpu") -> Tensor:
+    return torch.zeros(*shape, dtype=torch.int64, device=device)
 
 
 def _ring(*, num_slots: int = 3, words: int = 32, num_records: int = 4) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,7 +40,8 @@ class Marked(nn.Module):
         spans = torch.stack([torch.zeros_like(lengths), lengths], dim=1)
         ops.mark(y, spans, "proj", "audio")
         ops.mark_value(lengths, "proj", "length")
-        return y * 2
+        doubled: Tensor = y * 2
+        return doubled
 
 
 def _marked_inputs() -> tuple[Tensor, Tensor]:
@@ -104,6 +110,15 @@ def test_staging_under_fake_tensors_touches_no_memory() -> None:
         ops.stage(*fakes, [mode.from_tensor(torch.ones(3, 2, dtype=torch.int64))], [2], 0)
     assert torch.equal(slots, before)
     assert cursor.tolist() == [0]
+
+
+def test_the_plain_copy_reads_nothing_on_the_host() -> None:
+    """A host read breaks a capture. Tensors without data refuse one, as the reference shows."""
+    cursor, slots, control = (tensor.to("meta") for tensor in _ring(words=32))
+    columns = [_ints(3, 2, device="meta"), _ints(3, device="meta")]
+    stage_copy(cursor, slots, control, columns, [2, 8], 5, _ints(32, device="meta"), 1)
+    with pytest.raises(RuntimeError, match="meta tensors"):
+        stage_ref(cursor, slots, control, columns, [2, 8], 5)
 
 
 def test_staging_survives_a_trace_and_runs_once_per_call() -> None:
@@ -246,24 +261,28 @@ def test_importing_leaves_triton_alone_and_works_without_it() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def _good_arguments() -> dict[str, object]:
+def _check(**changes: Any) -> None:
+    """Checks good arguments with `changes` made to them."""
     cursor, slots, control = _ring(num_slots=3, words=32)
-    columns = [torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)]
-    return {"cursor": cursor, "slots": slots, "control": control, "columns": columns, "offsets": [HEADER_WORDS, 10]}
+    arguments: dict[str, Any] = {"cursor": cursor, "slots": slots, "control": control}
+    arguments |= {"columns": [_ints(4, 2), _ints(4)], "offsets": [HEADER_WORDS, 10]}
+    check_stage_args(**arguments | changes)
 
 
-def test_good_arguments_pass_the_check() -> None:
-    arguments = _good_arguments()
-    check_stage_args(**arguments)
-    check_stage_args(**arguments, mirror=torch.zeros(32, dtype=torch.int64), slot=2)
-    # An order other than the memory's, the last word of a slot, a column that is not contiguous, and an empty batch.
-    check_stage_args(**arguments | {"offsets": [24, 2]})
-    check_stage_args(**arguments | {"columns": [torch.zeros(2, 4, dtype=torch.int64).t()], "offsets": [2]})
-    check_stage_args(**arguments | {"columns": [torch.zeros(0, 2, dtype=torch.int64)], "offsets": [2]})
-
-
-def _ints(*shape: int, device: str = "cpu") -> Tensor:
-    return torch.zeros(*shape, dtype=torch.int64, device=device)
+# As it is; the plain copy; columns in another order, up to the last word of a slot; not contiguous; and an empty batch.
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mirror": _ints(32), "slot": 2},
+        {"offsets": [24, 2]},
+        {"columns": [_ints(2, 4).t()], "offsets": [2]},
+        {"columns": [_ints(0, 2), _ints(0)], "offsets": [2, 2]},
+    ],
+    ids=["plain", "mirror", "order", "strided", "empty"],
+)
+def test_good_arguments_pass_the_check(changes: dict[str, Any]) -> None:
+    _check(**changes)
 
 
 # One wrong thing each; every one of them would be misread in silence, or write out of bounds.
@@ -293,9 +312,9 @@ def _ints(*shape: int, device: str = "cpu") -> Tensor:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_wrong_arguments_are_refused_by_name(wrong: dict[str, object], message: str) -> None:
+def test_wrong_arguments_are_refused_by_name(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        check_stage_args(**_good_arguments() | wrong)
+        _check(**wrong)
 
 
 @pytest.mark.gpu
@@ -303,9 +322,8 @@ def test_pageable_host_memory_is_refused_beside_a_gpu() -> None:
     """K20: a copy into pageable memory is captured without an error, and lands as garbage."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    arguments = _good_arguments()
-    on_device = {"cursor": _ints(1, device="cuda"), "columns": [_ints(4, 2, device="cuda")], "offsets": [2]}
+    on_device: dict[str, Any] = {"cursor": _ints(1, device="cuda"), "columns": [_ints(4, 2, device="cuda")]}
+    on_device["offsets"] = [2]
     with pytest.raises(InputError, match="slots is not pinned"):
-        check_stage_args(**arguments | on_device)
-    pinned = {"slots": _ints(3, 32).pin_memory(), "control": _ints(4, 4).pin_memory()}
-    check_stage_args(**arguments | on_device | pinned)
+        _check(**on_device)
+    _check(**on_device, slots=_ints(3, 32).pin_memory(), control=_ints(4, 4).pin_memory())
