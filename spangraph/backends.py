@@ -7,6 +7,7 @@ device, for machines without a GPU, is `spangraph.testing.SimulatedDevice`; all 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import platform
 import threading
@@ -103,8 +104,8 @@ class Backend(ABC):
         """The current stream of this thread; compared by equality."""
 
     @abstractmethod
-    def record(self) -> Event:
-        """A new event, recorded on the current stream."""
+    def record(self, stream: Any = None) -> Event:
+        """A new event, recorded on `stream`, by default the current one."""
 
     @abstractmethod
     def wait(self, event: Event) -> None:
@@ -118,12 +119,18 @@ class Backend(ABC):
     def copy_in(self, static: Tensor, value: Tensor) -> None:
         """Enqueue `static.copy_(value)` on the current stream."""
 
-    def enqueue(self, fn: Callable[[], None]) -> None:
+    def enqueue(self, fn: Callable[[], object]) -> None:
         """Run what cannot be captured on the current stream."""
         fn()
 
-    def before_free(self) -> None:
+    def before_free(self) -> None:  # noqa: B027 - nothing to do is the default
         """Called when a ring is collected: nothing on the device may use its memory any more."""
+
+    def begin_launch(self) -> None:  # noqa: B027
+        """Called on the launching thread before a launch, where captures and launches must not meet."""
+
+    def end_launch(self) -> None:  # noqa: B027
+        """Called on the same thread once the launch was enqueued or given up."""
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         """Make the backend's device the current one."""
@@ -133,8 +140,9 @@ class Backend(ABC):
         """The value of a device word; only after `synchronize`."""
         return int(cursor.item())
 
-    def poison(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite outputs that the contract lets die, in stream order. Does nothing where debugging is off."""
+    def poison(self, tensors: Sequence[Tensor], after: Sequence[Event] = ()) -> None:  # noqa: B027
+        """Overwrite outputs that the contract lets die, in stream order, and after the events of streams that still
+        read them. Does nothing where debugging is off."""
 
 
 class _Done:
@@ -218,7 +226,7 @@ class InlineBackend(Backend):
     def stream(self) -> Any:
         return None
 
-    def record(self) -> Event:
+    def record(self, stream: Any = None) -> Event:
         return _DONE
 
     def wait(self, event: Event) -> None:
@@ -233,9 +241,74 @@ class InlineBackend(Backend):
     def copy_in(self, static: Tensor, value: Tensor) -> None:
         static.copy_(value)
 
-    def poison(self, tensors: Sequence[Tensor]) -> None:
+    def poison(self, tensors: Sequence[Tensor], after: Sequence[Event] = ()) -> None:
         if self.debug:
             poison_(tensors)
+
+
+class _CaptureGate:
+    """Keeps captures alone: launches and event queries may overlap each other, but not a capture by another thread.
+
+    Shared, not a mutex: a launch may last as long as the caller's `with` block, and may wait for a reader who must
+    query events meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside: dict[int, int] = {}  # thread -> how many launches and queries it is in
+        self._capturing: int | None = None
+        self._depth = 0
+
+    def enter(self) -> None:
+        me = threading.get_ident()
+        with self._changed:
+            if me not in self._inside:
+                self._changed.wait_for(lambda: self._capturing in (None, me))
+            self._inside[me] = self._inside.get(me, 0) + 1
+
+    def leave(self) -> None:
+        me = threading.get_ident()
+        with self._changed:
+            self._inside[me] -= 1
+            if not self._inside[me]:
+                del self._inside[me]
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        me = threading.get_ident()
+        with self._changed:
+            self._changed.wait_for(lambda: self._capturing in (None, me) and not set(self._inside) - {me})
+            self._capturing = me
+            self._depth += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._depth -= 1
+                if not self._depth:
+                    self._capturing = None
+                    self._changed.notify_all()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Run no cyclic garbage collection: a finaliser that touches the device would break a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class CudaBackend(Backend):
@@ -247,8 +320,8 @@ class CudaBackend(Backend):
 
     name = "cuda"
     static = True
-    # Held during a capture and a launch: a launch, or an event query even by another thread, breaks a capture.
-    _gate = threading.RLock()
+    # Of the process: a launch, or an event query even by another thread, breaks a capture.
+    _gate = _CaptureGate()
 
     def __init__(self, device: torch.device | str = "cuda", *, cuda: Any = torch.cuda) -> None:
         self._cuda = cuda
@@ -258,10 +331,14 @@ class CudaBackend(Backend):
         # The release of the header orders the spans before it on CUDA; not on HIP with more than one wave (KERNELS.md).
         self.ordered_header = torch.version.hip is None and platform.machine() in ("x86_64", "AMD64")
 
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
-        with self._gate, self._cuda.device(self.device):
-            yield
+    def guard(self) -> contextlib.AbstractContextManager[Any]:
+        return self._cuda.device(self.device)  # type: ignore[no-any-return]
+
+    def begin_launch(self) -> None:
+        self._gate.enter()
+
+    def end_launch(self) -> None:
+        self._gate.leave()
 
     def pinned(self, *shape: int, writer: str) -> Pinned:
         with torch.inference_mode(False):
@@ -280,7 +357,7 @@ class CudaBackend(Backend):
                     f" host. Use torch.Generator({self.device.type!r})."
                 )
         cuda = self._cuda
-        with self._gate, self.guard():
+        with self._gate.alone(), self.guard():
             graph = cuda.CUDAGraph()
             for generator in generators:
                 graph.register_generator_state(generator)
@@ -292,14 +369,12 @@ class CudaBackend(Backend):
                     fn()
                 stream.synchronize()
                 # A private pool (pool=None): outputs survive replays of every other graph.
-                with cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                with _no_collection(), cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                     result = fn()
-            except SpangraphError:
+            except BaseException as error:
                 graph.reset()
-                raise
-            except RuntimeError as error:
-                graph.reset()
-                if "captur" in str(error).lower():
+                refused = isinstance(error, RuntimeError) and not isinstance(error, SpangraphError)
+                if refused and "captur" in str(error).lower():
                     raise CaptureError(f"the step cannot be captured: {error}") from error
                 raise
             finally:
@@ -309,9 +384,9 @@ class CudaBackend(Backend):
     def stream(self) -> Any:
         return self._cuda.current_stream(self.device)
 
-    def record(self) -> Event:
+    def record(self, stream: Any = None) -> Event:
         event = self._cuda.Event(blocking=True)
-        event.record(self.stream())
+        event.record(self.stream() if stream is None else stream)
         return _GatedEvent(event, self._gate)
 
     def wait(self, event: Event) -> None:
@@ -319,7 +394,7 @@ class CudaBackend(Backend):
             self.stream().wait_event(event.event)
 
     def synchronize(self) -> None:
-        with self._gate:
+        with self._gate.open():
             self._cuda.synchronize(self.device)
 
     def before_free(self) -> None:
@@ -337,14 +412,14 @@ class CudaBackend(Backend):
 @dataclass(frozen=True)
 class _GatedEvent:
     event: Any
-    gate: threading.RLock  # type: ignore[valid-type]
+    gate: _CaptureGate
 
     def query(self) -> bool:
-        with self.gate:  # type: ignore[attr-defined]
+        with self.gate.open():
             return bool(self.event.query())
 
     def synchronize(self) -> None:
-        with self.gate:  # type: ignore[attr-defined]
+        with self.gate.open():
             pass
         self.event.synchronize()
 

@@ -87,11 +87,11 @@ class Launch:
     error: BaseException | None = None
     is_read: bool = False
     is_released: bool = False
-    withheld: set[tuple[int, str | None]] | None = None
-    lock: Any = field(default_factory=threading.Lock)
+    withheld: frozenset[tuple[int, str | None]] | None = None
+    readers: list[Any] = field(default_factory=list)  # streams that were current when its rows were asked for
 
     def __str__(self) -> str:
-        state = "released" if self.is_released else "leased" if self.is_read else "open"
+        state = "failed" if self.error else "released" if self.is_released else "leased" if self.is_read else "open"
         rows = "" if self.row_ids is None else f", rows {list(self.row_ids)[:4]}"
         return f"step {self.generation} ({state}, graph {self.tail.graph}{rows})"
 
@@ -99,17 +99,18 @@ class Launch:
 class Ring:
     """One launch order over a few slots; shared by all graphs of a compiled object or stager.
 
-    The lock is the launch order: it is held from a launch's reservation to its event. Waits do not hold it.
+    The lock is the launch order: it is held from a launch's reservation to its event. Waits do not hold it, and take
+    it only once their event is done.
     """
 
     def __init__(self, backend: Backend, *, depth: int, num_slots: int | None = None, wait: str = "block") -> None:
+        self.backend = backend
         if not isinstance(depth, int) or depth < 1:
             raise StepStateError(f"depth={depth!r}: expected an int of at least 1.")
         if wait not in ("block", "spin", "header"):
             raise StepStateError(f"wait={wait!r}: expected 'block', 'spin' or 'header'.")
         if wait == "header" and not backend.ordered_header:
             raise StepStateError(f"wait='header' needs an ordered header, which {backend.name} does not prove; spin.")
-        self.backend = backend
         self.depth = depth
         self.wait_kind = wait
         self.num_slots = num_slots or depth + _SPARE_SLOTS
@@ -128,7 +129,7 @@ class Ring:
         self._dropped: deque[Launch] = deque()  # by finalisers, which do nothing else
         self._consumers: list[tuple[Any, Event]] = []  # streams that may still read released memory
         self._last: tuple[Any, Event] | None = None
-        self._rebase_due = False
+        self._cursor_in_doubt = False  # a wait failed, so a staging node may not have run
         self._reserved: Launch | None = None
         self._waiters = 0
         self.is_closed = False
@@ -136,12 +137,17 @@ class Ring:
     # ---- reserve, commit, abort: the three ends of a launch, all under the lock ---------------------------------
 
     def reserve(
-        self, tails: Sequence[Tail], row_ids: Sequence[Hashable] | None, num_rows: int, *, wait: bool = False,
+        self,
+        tails: Sequence[Tail],
+        row_ids: Sequence[Hashable] | None,
+        num_rows: int,
+        *,
+        wait: bool = False,
         timeout: float | None = None,
     ) -> Launch:
         """Take a slot and the first free one of `tails`, and write the control record.
 
-        Never touches the device, except to re-base after an error.
+        Never waits for the device, unless the only slots left are those of failed waits.
 
         Raises:
             ClosedError: after `close`.
@@ -157,10 +163,8 @@ class Ring:
             if self.is_closed:
                 raise ClosedError("launch on a closed object: compile the model (or build the stager) again.")
             self._reap()
-            if len(self._live) < self.depth:
-                tail = self._free_tail(tails)
-                if tail is not None:
-                    break
+            if len(self._live) < self.depth and (tail := self._find_tail(tails)) is not None:
+                break
             problem = self._why_full(tails[0])
             if not wait:
                 raise RingFullError(problem)
@@ -172,43 +176,46 @@ class Ring:
             finally:
                 self._waiters -= 1
             sleep = min(sleep * 2, _LAST_SLEEP)
-        if self._rebase_due:
-            self._rebase()
+        self.backend.begin_launch()
+        try:
+            self._order()
+            self._settle_cursor()
+        except BaseException:
+            self.backend.end_launch()
+            raise
         if not tail.columns:
             launch = Launch(tail, self._next, None, row_ids, num_rows)
         else:
             slot = self._take_slot(tail)
             launch = Launch(tail, self._next, slot, row_ids, num_rows)
             base = (self._next - 1) % self.num_slots * CONTROL_WORDS
-            self._control[base : base + CONTROL_WORDS] = (self._next, slot, num_rows, tail.graph)
+            self._control[base + 1 : base + CONTROL_WORDS] = [slot, num_rows, tail.graph]
+            self._control[base] = self._next  # last: a record is never half of one and half of another
             self._next += 1
         self._live[id(launch)] = launch
         if tail.keeps_outputs and self.backend.static:
             tail.occupant = launch
         self._reserved = launch
-        self._order()
         return launch
 
     def commit(self, launch: Launch, outputs: Sequence[Tensor]) -> Event:
         """The launch was enqueued: record its event on the stream that replayed it."""
-        launch.outputs = outputs
+        launch.outputs = () if launch.is_released else outputs
         launch.event = self.backend.record()
         self._reserved = None
         self._last = (self.backend.stream(), launch.event)
+        self.backend.end_launch()
         return launch.event
 
     def abort(self, launch: Launch) -> None:
         """The launch raised half-way: drain, read the cursor, re-base, so that the next launch is in step."""
         self._reserved = None
-        self._live.pop(id(launch), None)
-        if launch.tail.occupant is launch:
-            launch.tail.occupant = None
+        self.backend.end_launch()
         self._fail(launch, StepStateError(f"{launch}: its launch raised, so it holds no values."))
-        launch.is_released = True
         self._rebase()
 
     def _rebase(self) -> None:
-        """After an error: drain, and count on from what the device says it staged."""
+        """Drain, and count on from what the device says it staged."""
         self.backend.synchronize()
         staged = self.backend.read(self.cursor)
         for launch in [*self._live.values(), *self._dying]:
@@ -217,7 +224,17 @@ class Ring:
         self._next, self._done = staged + 1, staged
         self._free.extend(slot for slot, _ in self._quarantine)  # drained: nothing writes to them any more
         self._quarantine.clear()
-        self._rebase_due = False
+        for base in range(0, len(self._control), CONTROL_WORDS):
+            if self._control[base] > staged:  # its launch is gone: no other replay may take it for its own
+                self._control[base] = 0
+        self._cursor_in_doubt = False
+
+    def _settle_cursor(self) -> None:
+        """After a failed wait: let the next launch find its record, whether or not the failed one was staged."""
+        if self._cursor_in_doubt:
+            launched = self._next - 1
+            self.backend.enqueue(lambda: self.cursor.fill_(launched))
+            self._cursor_in_doubt = False
 
     def _order(self) -> None:
         """Let this launch follow the last one, and every consumer of memory that it may overwrite, on the device."""
@@ -233,6 +250,14 @@ class Ring:
 
     # ---- room --------------------------------------------------------------------------------------------------
 
+    def _find_tail(self, tails: Sequence[Tail]) -> Tail | None:
+        """The first tail that can be launched. Drains where nothing else would bring a quarantined slot back."""
+        tail = self._free_tail(tails)
+        if tail is None and self._quarantine and any(tail.occupant is None for tail in tails):
+            self._rebase()
+            tail = self._free_tail(tails)
+        return tail
+
     def _free_tail(self, tails: Sequence[Tail]) -> Tail | None:
         for tail in tails:
             if tail.occupant is None and (not tail.columns or self._find_slot(tail) is not None):
@@ -243,8 +268,9 @@ class Ring:
         if len(self._live) >= self.depth:
             names = ", ".join(str(launch) for launch in self._live.values())
             return (
-                f"depth={self.depth} and {len(self._live)} steps are open or leased: {names}. Release one (with step: ...,"
-                " or step.release()), keep its rows with rows.own(), raise depth, or launch with wait=True."
+                f"depth={self.depth} and {len(self._live)} steps are open or leased: {names}. Release one"
+                " (with step: ..., or step.release()), keep its rows with rows.own(), raise depth, or launch with"
+                " wait=True."
             )
         if tail.occupant is not None:
             return (
@@ -271,6 +297,9 @@ class Ring:
         for launch in list(self._dying):
             if self._is_done(launch):
                 self._dying.remove(launch)
+                slot, buffer = launch.slot, launch.tail.buffer
+                if slot is not None and buffer is not None and buffer.header(slot) != launch.generation:
+                    self._cursor_in_doubt = True  # reserved, but not replayed
                 self._free_slot(launch)
         if self._quarantine:
             self._free.extend(slot for slot, generation in self._quarantine if generation <= self._done)
@@ -283,7 +312,7 @@ class Ring:
     def _is_done(self, launch: Launch) -> bool:
         try:
             return launch.event is not None and launch.event.query()
-        except Exception:  # the failure belongs to the step, which nobody reads any more
+        except Exception:  # noqa: BLE001 - the failure belongs to the step, which nobody reads any more
             self._fail(launch, None)
             return False
 
@@ -295,95 +324,125 @@ class Ring:
 
     def _fail(self, launch: Launch, error: BaseException | None) -> None:
         """The wait failed: nobody knows when the device is done with the slot, so it is not used again until a later
-        step is known to be done."""
+        step is known to be done. The step ends here: there is nothing to read, and the error's traceback would keep a
+        step alive that nobody else holds."""
         launch.error = launch.error or error
         if launch in self._dying:
             self._dying.remove(launch)
         if launch.slot is not None:
             self._quarantine.append((launch.slot, launch.generation))
             launch.slot = None
-        self._rebase_due = True
+        self._cursor_in_doubt = True
+        launch.is_released = True
+        self._end(launch)
 
     # ---- a step's end --------------------------------------------------------------------------------------------
 
     def wait(self, launch: Launch, timeout: float | None = None) -> memoryview | None:
-        """Wait for the launch and copy its slot out, once; returns the words.
+        """Wait for the launch and copy its slot out, once; returns the words, or None if it was released meanwhile.
 
         Raises:
             StepStateError: if the launch was never enqueued.
             StepTimeoutError: after `timeout` seconds; the step stays open.
             StagingError: if the header does not hold this generation.
         """
-        with launch.lock:
+        if launch.error is not None:
+            raise launch.error
+        if launch.is_read:
+            return launch.words
+        if launch.event is None:
+            raise StepStateError(f"{launch} was never launched: replay its graph inside `with tail.step():` first.")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            self._wait_event(launch, launch.event, deadline, timeout)
+        except StepTimeoutError:
+            raise
+        except Exception as error:
+            with self.lock:
+                if not launch.is_read:
+                    self._fail(launch, error)
+            raise
+        # No lock of the launch's own: whoever launches may read an earlier step inside its `with tail.step():`.
+        if not self.lock.acquire(timeout=-1 if deadline is None else _remaining(deadline)):
+            raise self._timed_out(launch, timeout)
+        try:
             if launch.error is not None:
                 raise launch.error
-            if launch.is_read:
-                return launch.words
-            if launch.event is None:
-                raise StepStateError(f"{launch} was never launched: replay its graph inside `with tail.step():` first.")
-            try:
-                self._wait_event(launch, launch.event, timeout)
-            except StepTimeoutError:
-                raise
-            except BaseException as error:
-                with self.lock:
-                    self._fail(launch, error)
-                raise
-            with self.lock:
-                if launch.error is not None:
-                    raise launch.error
-                slot, buffer = launch.slot, launch.tail.buffer
-                if slot is not None and buffer is not None:
-                    if buffer.header(slot) != launch.generation:
-                        self._fail(launch, _not_staged(launch, buffer.header(slot)))
-                        raise launch.error  # type: ignore[misc]  # _fail has set it
-                    launch.words = buffer.copy_out(slot)
-                    self._free_slot(launch)
-                launch.is_read = True
-                if not launch.tail.keeps_outputs:
-                    self._live.pop(id(launch), None)
-                self._notify()
+            if not launch.is_read and not launch.is_released:
+                self._read(launch)
             return launch.words
+        finally:
+            self.lock.release()
 
-    def _wait_event(self, launch: Launch, event: Event, timeout: float | None) -> None:
-        if self.wait_kind == "block" and timeout is None:
+    def _read(self, launch: Launch) -> None:
+        slot, buffer = launch.slot, launch.tail.buffer
+        if slot is not None and buffer is not None:
+            if (header := buffer.header(slot)) != launch.generation:
+                error = _not_staged(launch, header)
+                self._fail(launch, error)
+                raise error
+            launch.words = buffer.copy_out(slot)
+            self._free_slot(launch)
+        launch.is_read = True
+        if not launch.tail.keeps_outputs:
+            self._live.pop(id(launch), None)
+        self._notify()
+
+    def _wait_event(self, launch: Launch, event: Event, deadline: float | None, timeout: float | None) -> None:
+        if self.wait_kind == "block" and deadline is None:
             event.synchronize()
             return
-        deadline = None if timeout is None else time.monotonic() + timeout
         slot, buffer = launch.slot, launch.tail.buffer
         header = self.wait_kind == "header" and slot is not None and buffer is not None
         sleep = _FIRST_SLEEP
         while not ((header and buffer.header(slot) == launch.generation) or event.query()):  # type: ignore[union-attr, arg-type]
             if deadline is not None and time.monotonic() > deadline:
-                raise StepTimeoutError(
-                    f"{launch} was not done within {timeout} s; it stays open and can be waited for again."
-                    f"\n{self.describe()}"
-                )
+                raise self._timed_out(launch, timeout)
             if self.wait_kind == "block":
                 time.sleep(sleep)
                 sleep = min(sleep * 2, _LAST_SLEEP)
 
+    def _timed_out(self, launch: Launch, timeout: float | None) -> StepTimeoutError:
+        return StepTimeoutError(
+            f"{launch} was not done within {timeout} s; it stays open and can be waited for again.\n{self.describe()}"
+        )
+
+    def note_reader(self, launch: Launch) -> None:
+        """The current stream may read the launch's outputs until its release, whichever stream or thread that is on."""
+        if self.backend.static and (stream := self.backend.stream()) not in launch.readers:
+            launch.readers.append(stream)
+
     def release(self, launch: Launch) -> None:
-        """End the lease: the next launch into this memory waits, on the device, for the releasing stream."""
+        """End the lease: the next launch into this memory waits, on the device, for whatever may still read it."""
         with self.lock:
-            if not launch.is_released:
-                self._drop(launch)
-                if self.backend.static:
-                    self._consumers.append((self.backend.stream(), self.backend.record()))
+            self._drop(launch)
 
     def _drop(self, launch: Launch) -> None:
         if launch.is_released:
             return
         launch.is_released = True
+        if launch.tail.keeps_outputs:
+            self._retire(launch)
+        if launch.slot is not None:
+            self._dying.append(launch)
+        self._end(launch)
+
+    def _end(self, launch: Launch) -> None:
         self._live.pop(id(launch), None)
         if launch.tail.occupant is launch:
             launch.tail.occupant = None
-        if launch.tail.keeps_outputs:
-            self.backend.poison(launch.outputs)
         launch.outputs = ()
-        if launch.slot is not None:
-            self._dying.append(launch)
         self._notify()
+
+    def _retire(self, launch: Launch) -> None:
+        """Poison the outputs once their readers are done, and let the next launch wait for all of them."""
+        if not self.backend.static:
+            self.backend.poison(launch.outputs)
+            return
+        current = self.backend.stream()
+        others = [(stream, self.backend.record(stream)) for stream in launch.readers if stream != current]
+        self.backend.poison(launch.outputs, [event for _, event in others])
+        self._consumers += [*others, (current, self.backend.record())]
 
     def discard(self, launch: Launch) -> None:
         """For finalisers: leave the launch to the next one. Takes no lock."""
@@ -401,18 +460,26 @@ class Ring:
         self.backend.before_free()
 
     def describe(self) -> str:
-        """The ring's state, for messages."""
-        live = ", ".join(str(launch) for launch in self._live.values()) or "none"
+        """The ring's state, for messages. Takes no lock: it may be asked for because somebody does not let go of it."""
+        live = list(self._live.values())
+        storages = [output.untyped_storage() for launch in live for output in launch.outputs]
+        leased = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         return (
             f"ring: depth {self.depth}, next step {self._next}, done up to {self._done}, free slots {list(self._free)},"
-            f" quarantined {[slot for slot, _ in self._quarantine]}, dropped in flight {len(self._dying)}, live: {live}"
+            f" quarantined {[slot for slot, _ in list(self._quarantine)]}, dropped in flight {len(self._dying)},"
+            f" {leased} bytes leased, live: {', '.join(map(str, live)) or 'none'}"
         )
+
+
+def _remaining(deadline: float) -> float:
+    """Seconds left for a lock that is held for the length of a launch: a done step is not late for the lack of it."""
+    return min(max(deadline - time.monotonic(), _LAST_SLEEP), threading.TIMEOUT_MAX)
 
 
 def _not_staged(launch: Launch, header: int | None = None) -> StagingError:
     found = "nothing" if header is None else f"generation {header}"
     return StagingError(
-        f"{launch}: its event completed, but its slot holds {found} instead of generation {launch.generation}. The graph"
-        " recorded no staging node, or another graph was replayed: stage() inside the capture, and replay that graph"
-        " inside its own `with tail.step():`."
+        f"{launch}: its event completed, but its slot holds {found} instead of generation {launch.generation}. The"
+        " graph recorded no staging node, or another graph was replayed: stage() inside the capture, and replay that"
+        " graph inside its own `with tail.step():`."
     )

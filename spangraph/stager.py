@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,9 @@ class Tail:
             raise RowLookupError(f"no row value {name!r}; this step has {sorted(self._values)}.")
         return self._values[name]
 
-    def check_rows(self, rows: Sequence[Hashable] | None, num_rows: int | None) -> tuple[Sequence[Hashable] | None, int]:
+    def check_rows(
+        self, rows: Sequence[Hashable] | None, num_rows: int | None
+    ) -> tuple[Sequence[Hashable] | None, int]:
         """Row ids and their number for a launch; a batch row without an id must be said to be padding.
 
         Raises:
@@ -123,7 +125,8 @@ class Tail:
         """Reserve a slot for one replay of this graph, which must happen inside the block, once.
 
         The ring's launch lock is held meanwhile. If the block raises, the ring drains and re-bases, and later steps
-        are right.
+        are right. A replay that nobody reserved is a dry run, if it ran before this reservation: synchronise after
+        warm-up replays.
 
         Args:
             rows: ids of the real rows, default their positions.
@@ -157,7 +160,7 @@ class SpanStager:
     Args:
         spans: name -> `Span` of every spanned output of any of its graphs.
         max_rows: rows of the largest batch.
-        row_values: name -> number of int64 words per row (1 for `[bs]`), or 0 for a `[bs]` scalar; see `stage`.
+        row_values: names of row values `[bs]`, or name -> number of int64 words per row (k for `[bs, k]`).
         depth: steps that may be open or leased at once.
         device: `"cuda"`, a device, or a backend such as `spangraph.testing.SimulatedDevice()`.
         staging: `"kernel"`, or `"copy"` for the plain async copy, whose destination is baked in: depth 1, or one
@@ -183,6 +186,11 @@ class SpanStager:
             raise DeclarationError(f"max_rows={max_rows!r}: expected the rows of the largest batch, at least 1.")
         self._declared = dict(spans)
         self._values = dict(row_values) if isinstance(row_values, Mapping) else dict.fromkeys(row_values, 1)
+        for name, width in self._values.items():
+            if not isinstance(width, int) or width < 1:
+                raise DeclarationError(
+                    f"row_values[{name!r}]={width!r}: expected the int64 words of a row, at least 1."
+                )
         if clash := sorted(set(self._declared) & set(self._values)):
             raise DeclarationError(f"{clash} name both spanned outputs and row values: use different names.")
         self.backend = resolve_backend(device)
@@ -191,9 +199,7 @@ class SpanStager:
         self._buffer = self._core.new_buffer(widths, max_rows)
         self._inline_tails: dict[int, tuple[object, Tail]] = {}
 
-    def stage(
-        self, out: SpannedOutput, *, names: Sequence[str] | None = None, slot: int | None = None
-    ) -> Tail:
+    def stage(self, out: SpannedOutput, *, names: Sequence[str] | None = None, slot: int | None = None) -> Tail:
         """Put the staging node behind what is being captured on the current stream.
 
         Args:
@@ -208,11 +214,15 @@ class SpanStager:
         Raises:
             DeclarationError: if names, shapes, dtypes or devices do not fit (SG101-SG106).
         """
-        expected = dict(self._declared) if names is None else {n: self._declared[n] for n in names if n in self._declared}
+        expected = (
+            dict(self._declared) if names is None else {n: self._declared[n] for n in names if n in self._declared}
+        )
         if names is not None and (unknown := sorted(set(names) - set(self._declared))):
             raise DeclarationError(f"names={unknown} are not declared; the stager declares {sorted(self._declared)}.")
         if not isinstance(out, SpannedOutput):
-            raise DeclarationError(f"stage() got {type(out).__name__}: expected a SpannedOutput with outputs and spans.")
+            raise DeclarationError(
+                f"stage() got {type(out).__name__}: expected a SpannedOutput with outputs and spans."
+            )
         declaration = Declaration(_NO_MODULE, "the staged output", "stage", expected, "")
         declaration.read(out, (), {})
         if unknown := sorted(set(out.row_values) - set(self._values)):
@@ -225,11 +235,12 @@ class SpanStager:
         num_rows = next(iter(columns.values())).shape[0]
         if num_rows > self._buffer.layout.num_rows:
             raise DeclarationError(
-                f"a batch of {num_rows} rows, but the stager has room for {self._buffer.layout.num_rows}: raise max_rows."
+                f"a batch of {num_rows} rows, but the stager has room for {self._buffer.layout.num_rows}: raise"
+                " max_rows."
             )
         for name, column in columns.items():
             width = self._buffer.layout.columns[name][1]
-            if column[0:1].numel() not in (width, 0):
+            if column.shape[1:].numel() != width:
                 raise DeclarationError(f"row value {name!r} has shape {list(column.shape)}: declared {width} per row.")
         outputs = [out.outputs[name] for name in out.output_spans]
         tail = self._inline_tail()
@@ -250,8 +261,8 @@ class SpanStager:
             self._keep_inline_tail(tail)
         tail.outputs = outputs
         args = tail.stage_args(list(columns.values()))
-        *memory, _, mirror, baked = args
-        check_stage_args(*memory, mirror, baked)
+        cursor, slots, control, staged, offsets, _, mirror, baked = args
+        check_stage_args(cursor, slots, control, staged, offsets, mirror, baked)
         torch.ops.spangraph.stage.default(*args)
         return tail
 
@@ -269,7 +280,7 @@ class SpanStager:
         """Wait for all work, then refuse launches. Steps that were launched can still be read."""
         self._core.ring.close()
 
-    def __enter__(self) -> SpanStager:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

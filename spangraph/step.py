@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from spangraph.passes.span_maps import SpanMap
 from spangraph.ring import Launch, Ring
 
 Entry = Tensor | tuple[Tensor, ...]
+
+_WITHHOLDING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Rows(Mapping[Hashable, Entry]):
     all good rows before it raises once, naming every bad one.
     """
 
-    __slots__ = ("_cut", "_error", "_index", "_launch", "_owned", "_spans", "_step")
+    __slots__ = ("_cut", "_index", "_launch", "_owned", "_spans", "_step")
 
     def __init__(
         self, step: Step | None, launch: Launch, cut: Cut, spans: memoryview, owned: dict[int, Entry] | None = None
@@ -60,7 +63,6 @@ class Rows(Mapping[Hashable, Entry]):
         self._spans = spans
         self._owned = owned
         self._index: dict[Hashable, int] | None = None
-        self._error: SpanError | None = None
 
     @property
     def row_ids(self) -> Sequence[Hashable]:
@@ -81,17 +83,7 @@ class Rows(Mapping[Hashable, Entry]):
         return self._entry(position)
 
     def __getitem__(self, row_id: Hashable) -> Entry:
-        ids = self._launch.row_ids
-        if ids is None:
-            known = isinstance(row_id, int) and 0 <= row_id < self._launch.num_rows
-            position = row_id if known else None
-        else:
-            if self._index is None:
-                self._index = {row: i for i, row in enumerate(ids)}
-            position = self._index.get(row_id)
-        if position is None:
-            raise RowLookupError(f"no row {row_id!r} in this step; its rows are {list(self.row_ids)}.")
-        entry = self._entry(position)
+        entry = self._entry(self._position(row_id))
         if entry is None:
             raise RowLookupError(f"row {row_id!r} of {self._cut.label!r} is withheld: it has no entry.")
         return entry
@@ -126,19 +118,20 @@ class Rows(Mapping[Hashable, Entry]):
         return f"Rows({self._cut.label!r}, {self._launch.num_rows} rows at launch, {kind})"
 
     def spans(self, row_id: Hashable) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """The row's spans in this output: one per span, each with one `(start, end)` per spanned dim.
+        """The row's spans in this output: one per span, each with one `(start, end)` per spanned dim; none if withheld.
 
         Raises:
             RowLookupError, SpanError: as for `rows[row_id]`.
         """
-        position = list(self.row_ids).index(row_id) if row_id in self.row_ids else None
-        if position is None:
-            raise RowLookupError(f"no row {row_id!r} in this step; its rows are {list(self.row_ids)}.")
+        position = self._position(row_id)
+        if self._is_withheld(position):
+            return ()
         mapped = self._cut.span_map
         return tuple(tuple(mapped.apply(dim, *pair) for dim, pair in enumerate(e)) for e in self._extents(position))
 
     def own(self) -> Rows:
-        """Copies of the delivered rows that are the caller's for ever: one gather into one new buffer.
+        """Copies of the delivered rows that are the caller's for ever: one gather, each row into memory of its own, so
+        that a kept row keeps nothing else alive.
 
         Bad rows stay bad: reading one raises `SpanError`, as before.
 
@@ -162,6 +155,18 @@ class Rows(Mapping[Hashable, Entry]):
             owned[position] = entry if self._cut.span.max_spans > 1 else entry[0]
         return Rows(None, self._launch, self._cut, self._spans, owned)
 
+    def _position(self, row_id: Hashable) -> int:
+        ids = self._launch.row_ids
+        if ids is None:
+            position = row_id if isinstance(row_id, int) and 0 <= row_id < self._launch.num_rows else None
+        else:
+            if self._index is None:
+                self._index = {row: i for i, row in enumerate(ids)}
+            position = self._index.get(row_id)
+        if position is None:
+            raise RowLookupError(f"no row {row_id!r} in this step; its rows are {list(self.row_ids)}.")
+        return position
+
     def _is_withheld(self, position: int) -> bool:
         withheld = self._launch.withheld
         return withheld is not None and ((position, None) in withheld or (position, self._cut.name) in withheld)
@@ -174,12 +179,13 @@ class Rows(Mapping[Hashable, Entry]):
             if owned is None:
                 self._extents(position)  # raises for a bad row
             return owned
+        outputs = self._launch.outputs  # before the check: another thread may release meanwhile
         if self._launch.is_released:
             raise _stale(self._launch)
         extents = self._extents(position)
         if not extents:
             return None
-        padded = self._launch.outputs[self._cut.output]
+        padded = outputs[self._cut.output]
         if self._cut.span.max_spans == 1:
             return self._cut.span_map.cut(padded, position, extents[0])
         return tuple(self._cut.span_map.cut(padded, position, extent) for extent in extents)
@@ -214,15 +220,11 @@ class Rows(Mapping[Hashable, Entry]):
 
 
 def _gather(views: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of `views`, side by side in one new buffer."""
+    """Copies of `views`, made together."""
     if not views:
         return []
     with torch.inference_mode(False), torch.no_grad():
-        buffer = torch.empty(sum(v.numel() for v in views), dtype=views[0].dtype, device=views[0].device)
-        offset, copies = 0, []
-        for view in views:
-            copies.append(buffer[offset : offset + view.numel()].view(view.shape))
-            offset += view.numel()
+        copies = [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in views]
         torch._foreach_copy_(copies, list(views))
     return copies
 
@@ -264,7 +266,10 @@ class Step:
         """Whether a wait would return at once. Does not wait."""
         if self._launch.is_read or self._launch.error is not None:
             return True
-        return self._launch.event is not None and self._launch.event.query()
+        try:
+            return self._launch.event is not None and self._launch.event.query()
+        except Exception:  # noqa: BLE001 - the wait raises it
+            return True
 
     @property
     def is_released(self) -> bool:
@@ -280,12 +285,13 @@ class Step:
         Raises:
             StepTimeoutError: after `timeout`; the step stays open and can be waited for again.
             StagingError: if the step's slot does not hold this step.
-            StaleStepError: after the step's release.
+            StaleStepError: after the step's release, also by another thread meanwhile.
         """
+        if not self._launch.is_released:
+            with profiled("spangraph.wait"):
+                self._ring.wait(self._launch, timeout)
         if self._launch.is_released:
             raise self._launch.error or _stale(self._launch)
-        with profiled("spangraph.wait"):
-            self._ring.wait(self._launch, timeout)
         return self
 
     def rows(self, name: str | None = None) -> Rows:
@@ -304,6 +310,7 @@ class Step:
 
     def cut_rows(self, cut: Cut) -> Rows:
         """Rows of one planned cut; after a wait."""
+        self._ring.note_reader(self._launch)
         words, buffer = self._launch.words, self._launch.tail.buffer
         if words is None or buffer is None:
             raise StepStateError(f"{self._launch} staged no spans.")
@@ -312,7 +319,11 @@ class Step:
 
     def output(self, index: int) -> Tensor:
         """One whole output of the graph; after a wait."""
-        return self._launch.outputs[index]
+        self._ring.note_reader(self._launch)
+        outputs = self._launch.outputs
+        if self._launch.is_released:
+            raise _stale(self._launch)
+        return outputs[index]
 
     def row_values(self, name: str) -> Tensor:
         """Wait, then the row values called `name`: a host tensor, int64 `[rows]` or `[rows, k]`, of the real rows.
@@ -324,7 +335,8 @@ class Step:
         self.wait()
         words, tail = self._launch.words, self._launch.tail
         column, shape = tail.value(name)
-        assert words is not None and tail.buffer is not None, "a tail with row values has a slot"
+        assert words is not None, "read, so that it has words"
+        assert tail.buffer is not None, "a tail with row values has a slot"
         first, width = tail.buffer.layout.columns[column]
         rows = self._launch.num_rows
         values = torch.tensor(words[first : first + width * rows].tolist(), dtype=torch.int64)
@@ -359,16 +371,18 @@ class Step:
         if row_id not in self.row_ids:
             raise RowLookupError(f"no row {row_id!r} in this step; its rows are {list(self.row_ids)}.")
         position = self.row_ids.index(row_id)
-        withheld = self._launch.withheld = self._launch.withheld or set()
-        for name in names or (None,):
-            withheld.add((position, None if name is None else self._launch.tail.cut(name).name))
+        which: list[str | None] = [self._launch.tail.cut(name).name for name in names]
+        with _WITHHOLDING:  # of all steps: held for a microsecond
+            self._launch.withheld = (self._launch.withheld or frozenset()) | {
+                (position, name) for name in which or [None]
+            }
 
     def release(self) -> None:
         """End the lease. Rows that are views become invalid; a consumer's work on the current stream is waited for, on
         the device, by the next launch into this memory. Never waits, and does nothing the second time."""
         self._ring.release(self._launch)
 
-    def __enter__(self) -> Step:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -395,4 +409,4 @@ _UNPROFILED = _Unprofiled()
 
 def profiled(name: str) -> Any:
     """A profiler range around host work; free while no profiler runs, and never a synchronisation."""
-    return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else _UNPROFILED
+    return torch.profiler.record_function(name) if torch._C._autograd._profiler_enabled() else _UNPROFILED

@@ -23,10 +23,11 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -97,34 +98,45 @@ class SimulatedEvent:
         self.query()
 
 
+@dataclass
+class _Ungated:
+    """Work that is no kernel: it runs in stream order, but is neither held nor counted."""
+
+    run: Callable[[], object]
+
+
 class SimulatedStream:
     """An in-order queue of work with a thread of its own."""
 
     def __init__(self, kernels: _Gate) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None] | SimulatedEvent | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], object] | _Ungated | SimulatedEvent | None] = queue.SimpleQueue()
         worker = threading.Thread(target=_work, args=(self._queue, kernels), daemon=True, name="simulated-stream")
         worker.start()
         weakref.finalize(self, self._queue.put, None)
 
-    def enqueue(self, item: Callable[[], None] | SimulatedEvent) -> None:
+    def enqueue(self, item: Callable[[], object] | _Ungated | SimulatedEvent) -> None:
         """Append a kernel or an event."""
         self._queue.put(item)
 
 
-def _work(items: queue.SimpleQueue[Callable[[], None] | SimulatedEvent | None], kernels: _Gate) -> None:
+def _work(items: queue.SimpleQueue[Callable[[], object] | _Ungated | SimulatedEvent | None], kernels: _Gate) -> None:
     error: BaseException | None = None
     while (item := items.get()) is not None:
         if isinstance(item, SimulatedEvent):
             item._reach(error)
             error = None
             continue
-        kernels.enter()
+        if isinstance(item, _Ungated):
+            kernel = item.run
+        else:
+            kernel = item
+            kernels.enter()
         try:
             with torch.inference_mode():
-                item()
-        except BaseException as failure:  # surfaces at the next event, as on a device
+                kernel()
+        except BaseException as failure:  # noqa: BLE001 - surfaces at the next event, as on a device
             error = failure
-        item = None  # do not keep a graph alive while waiting for work
+        del item, kernel  # do not keep a graph alive while waiting for work
 
 
 @dataclass
@@ -144,7 +156,7 @@ class _Tape(TorchDispatchMode):
     """Records operators during a capture. What it runs to learn shapes leaves no trace in memory from outside."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[_Op] = []
         self._indices: dict[int, int] = {}
         self._made: list[Tensor] = []  # keeps ids unique until the end of the capture
@@ -155,10 +167,14 @@ class _Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if what := read_by(func, args, kwargs):
             raise CaptureError(f"operation not permitted when stream is capturing: {diagnose_read(what, user_line())}")
-        self._memory.before(func, args, kwargs, lambda tensor: id(tensor) not in self._indices)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         recorded = [self._argument(leaf) for leaf in leaves]
-        out = func(*args, **kwargs)
+        if func is _STAGE:  # has no result; and other graphs may be staging, which an undo would undo
+            self.ops.append(_Op(func, spec, recorded, [None]))
+            return None
+        self._memory.before(func, args, kwargs, lambda tensor: storage_key(tensor) in self._external)
+        with torch._C.DisableTorchFunction():  # a host read inside an operator is the operator's own
+            out = func(*args, **kwargs)
         self.ops.append(_Op(func, spec, recorded, [self._result(leaf) for leaf in pytree.tree_leaves(out)]))
         return out
 
@@ -168,7 +184,7 @@ class _Tape(TorchDispatchMode):
         if id(leaf) in self._indices:
             return _Ref(self._indices[id(leaf)])
         self._external.add(storage_key(leaf))
-        return leaf
+        return leaf.detach()  # the memory of now, as in a captured graph: `parameter.data = ...` leads elsewhere
 
     def _result(self, leaf: Any) -> int | None:
         if not isinstance(leaf, Tensor):
@@ -185,6 +201,24 @@ class _Tape(TorchDispatchMode):
         self._made.clear()
         alive = {i: tensor for i, ref in enumerate(references) if (tensor := ref()) is not None}
         return {i: tensor for i, tensor in alive.items() if storage_key(tensor) not in self._external}
+
+
+class _HostReads(TorchFunctionMode):
+    """Refuses what reads a CPU tensor without an operator that the tape would see."""
+
+    _READS: ClassVar = {
+        Tensor.tolist: ".tolist()",
+        Tensor.numpy: ".numpy()",
+        Tensor.__array__: "numpy",
+        Tensor.cpu: ".cpu()",
+        Tensor.__repr__: "print, repr",
+    }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._READS:
+            read = diagnose_read(f"a tensor's values ({self._READS[func]})", user_line())
+            raise CaptureError(f"operation not permitted when stream is capturing: {read}")
+        return func(*args, **(kwargs or {}))
 
 
 class Pool:
@@ -226,7 +260,8 @@ class SimulatedGraph:
                 continue
             leaves = [values[leaf.index] if isinstance(leaf, _Ref) else leaf for leaf in op.leaves]
             args, kwargs = pytree.tree_unflatten(leaves, op.spec)
-            out = pytree.tree_leaves(op.func(*args, **kwargs))
+            with self._device._pinned_lock if op.func is _STAGE else contextlib.nullcontext():
+                out = pytree.tree_leaves(op.func(*args, **kwargs))
             values.update((i, tensor) for i, tensor in zip(op.results, out, strict=True) if i is not None)
         for index, tensor in self._static.items():
             tensor.copy_(values[index])
@@ -247,6 +282,8 @@ class SimulatedDevice(Backend):
     | `"staging"` | a replay runs without its staging node |
     | `"copy"` | what a replay wrote to the host never lands |
     | `"wait"` | waiting for the next event that is recorded raises |
+
+    `synchronize` raises what a kernel raised and no event has reported.
     """
 
     name = "simulated"
@@ -259,6 +296,7 @@ class SimulatedDevice(Backend):
         self._copies = _Gate()
         self._faults: dict[str, list[BaseException]] = defaultdict(list)
         self._landings: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = []
+        self._pinned_lock = threading.Lock()  # one stream lands only what another has wholly written
         self._owned: dict[int, int] = defaultdict(int)  # storages of static outputs
         self._capture = threading.RLock()
         self._streams: weakref.WeakSet[SimulatedStream] = weakref.WeakSet()
@@ -276,7 +314,7 @@ class SimulatedDevice(Backend):
         self._kernels.open()
 
     def let(self, count: int) -> None:
-        """While held: let `count` more kernels (input copies, replays, `launch`) run."""
+        """While held: let `count` more kernels (input copies, replays, `launch`; no events, waits or poison) run."""
         self._kernels.let(count)
 
     def hold_copies(self) -> None:
@@ -322,7 +360,7 @@ class SimulatedDevice(Backend):
         finally:
             self._current.stream = before
 
-    def launch(self, kernel: Callable[[], None]) -> None:
+    def launch(self, kernel: Callable[[], object]) -> None:
         """Enqueue any function as a kernel on the current stream."""
         self.stream().enqueue(kernel)
 
@@ -334,6 +372,8 @@ class SimulatedDevice(Backend):
     def graph(self, graph: SimulatedGraph, pool: Pool | None = None) -> Iterator[None]:
         """Capture the block into `graph`. Nothing in it is executed; what it makes is static memory of the graph.
 
+        Memory from outside that the block updates must not be written by replays of other threads meanwhile.
+
         Raises:
             CaptureError: at a host read.
         """
@@ -341,7 +381,7 @@ class SimulatedDevice(Backend):
             self.synchronize()
             tape = _Tape()
             try:
-                with preserve_generators(self.device), tape:
+                with preserve_generators(self.device), _HostReads(), tape:
                     self._raise_fault("capture")
                     yield
             finally:
@@ -393,18 +433,15 @@ class SimulatedDevice(Backend):
         stream: SimulatedStream | None = getattr(self._current, "stream", None)
         return stream or self._default
 
-    def record(self) -> Event:
+    def record(self, stream: SimulatedStream | None = None) -> Event:
         event = SimulatedEvent()
         event.fail = self._take_fault("wait")
-        self.stream().enqueue(event)
+        (stream or self.stream()).enqueue(event)
         return event
 
     def wait(self, event: Event) -> None:
-        def wait() -> None:
-            with contextlib.suppress(Exception):  # its failure belongs to the stream that recorded it
-                event.synchronize()
-
-        self.launch(wait)
+        assert isinstance(event, SimulatedEvent), "recorded by this device"
+        self.stream().enqueue(_Ungated(event._reached.wait))  # its failure is the recording stream's
 
     def synchronize(self) -> None:
         events = []
@@ -413,6 +450,8 @@ class SimulatedDevice(Backend):
             stream.enqueue(events[-1])
         for event in events:
             event._reached.wait()
+        for event in events:
+            event.query()
 
     def copy_in(self, static: Tensor, value: Tensor) -> None:
         def copy() -> None:
@@ -420,25 +459,31 @@ class SimulatedDevice(Backend):
 
         self.launch(copy)
 
-    def enqueue(self, fn: Callable[[], None]) -> None:
+    def enqueue(self, fn: Callable[[], object]) -> None:
         def run() -> None:
-            fn()
+            with self._pinned_lock:
+                fn()
             self._land()
 
         self.launch(run)
 
-    def poison(self, tensors: Sequence[Tensor]) -> None:
+    def poison(self, tensors: Sequence[Tensor], after: Sequence[Event] = ()) -> None:
         mine = [tensor for tensor in tensors if storage_key(tensor) in self._owned]
         if mine:
-            self.launch(lambda: poison_(mine))
+            for event in after:
+                self.wait(event)
+            self.stream().enqueue(_Ungated(lambda: poison_(mine)))
 
     def _land(self) -> None:
         self._copies.enter()
-        lost = self._take_fault("copy") is not None
-        for host_ref, device_ref in list(self._landings):
-            host, device = host_ref(), device_ref()
-            if host is None or device is None:
-                self._landings.remove((host_ref, device_ref))
-            elif not lost:
-                host[:, 2:].copy_(device[:, 2:])
-                host[:, :2].copy_(device[:, :2])  # the header lands last
+        with self._pinned_lock:
+            lost = self._take_fault("copy") is not None
+            for host_ref, device_ref in list(self._landings):
+                host, device = host_ref(), device_ref()
+                if host is None or device is None:
+                    self._landings.remove((host_ref, device_ref))
+                elif lost:
+                    device.copy_(host)  # so that no later landing brings it
+                else:
+                    host[:, 2:].copy_(device[:, 2:])
+                    host[:, :2].copy_(device[:, :2])  # the header lands last
