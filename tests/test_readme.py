@@ -21,7 +21,9 @@ def test_block_runs(page: Path, block: str) -> None:
     done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, check=False, cwd="/")
     assert done.returncode == 0, f"{page.name}:\n{block}\n{done.stderr}"
     # A comment behind a print is what it prints, line by line.
-    expected = [line for shown in re.findall(r"print\(.*?#  ?(.+)$", block, re.MULTILINE) for line in shown.split(" | ")]
+    expected = [
+        line for shown in re.findall(r"print\(.*?#  ?(.+)$", block, re.MULTILINE) for line in shown.split(" | ")
+    ]
     assert done.stdout.splitlines() == expected
 
 
