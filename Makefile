@@ -15,7 +15,8 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-PYTEST := $(BIN)/python -m pytest -q
+# One thread a process: on few cores, threads that wait for each other cost more than they bring.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 REQUIREMENTS := pyproject.toml constraints.txt constraints-nodeps.txt
 
 .PHONY: help demo test test-slow test-all lint ruff mypy pyright typing-links clean
