@@ -21,12 +21,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from spangraph.passes import span_maps
-from spangraph.passes.nodes import aliased, val, written
-from spangraph.passes.span_maps import SpanMap
 from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
+
+from spangraph.passes import span_maps
+from spangraph.passes.nodes import aliased, val, written
+from spangraph.passes.span_maps import SpanMap
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Unknown:
 _Shape = tuple[int, ...]
 _State = SpanMap | Unknown
 _States = dict[fx.Node, _State | tuple[_State | None, ...]]  # a tuple where the node gives several tensors
+_DIFFERENT = "its operands hold the spans at different places"
 
 
 def _packets(names: str) -> frozenset[Any]:
@@ -52,9 +54,9 @@ def _packets(names: str) -> frozenset[Any]:
 
 
 _SAME_VIEWS = _packets("alias detach contiguous to type_as")
-_SHAPE_VIEWS = _packets("view reshape _unsafe_view view_as reshape_as flatten unflatten")
+_SHAPE_VIEWS = _packets("view reshape _unsafe_view view_as reshape_as unflatten")
 _DIM_VIEWS = _packets(
-    "transpose permute movedim moveaxis swapaxes swapdims t mT mH adjoint numpy_T matrix_H unsqueeze squeeze"
+    "transpose permute movedim moveaxis swapaxes swapdims t mT mH adjoint numpy_T matrix_H unsqueeze squeeze flatten"
 )
 # Only the shape or the dtype of another operand counts, or of any.
 _LIKE_OTHER = _packets("expand_as view_as reshape_as type_as to")
@@ -66,8 +68,8 @@ _SHAPE_ONLY = _packets(
 _ELEMENTWISE = _packets(
     "to _to_copy detach alias clone contiguous dropout dropout_ feature_dropout alpha_dropout feature_alpha_dropout "
     "native_dropout where masked_fill masked_fill_ lift_fresh lift_fresh_copy nan_to_num type_as copy copy_ real imag "
-    "conj resolve_conj resolve_neg complex polar prelu hardswish rsub divide multiply subtract true_divide absolute "
-    "negative arctan2 floor_divide __and__ __or__ isclose bernoulli log_sigmoid special_expit"
+    "conj _conj _neg_view resolve_conj resolve_neg complex polar prelu hardswish rsub divide multiply subtract "
+    "true_divide absolute negative arctan2 floor_divide __and__ __or__ isclose bernoulli log_sigmoid special_expit"
 )
 _JOINS = _packets("cat concat concatenate stack")
 _RULES: dict[Any, span_maps.Rule] = {
@@ -180,23 +182,22 @@ def _state_of(node: fx.Node, states: _States) -> _State | tuple[_State | None, .
     elif unknown := _first_unknown(operands, states):
         return unknown
     else:
-        maps = {state for source in operands if isinstance(state := states[source], SpanMap)}
+        maps = [state for source in operands if isinstance(state := states[source], SpanMap)]
         reason = _refusal(packet, operands, maps, next(iter(args.values())))
         if reason:
             return _unknown(node, reason)
         call = span_maps.Call(str(target), args, _shape(operands[0]), outs, partial(_landing, node))
-        (spans,) = maps
-        found = tuple(_ask(_RULES[packet], node, call, spans, index) for index in range(len(outs)))
+        found = tuple(_ask(_RULES[packet], node, call, maps[0], index) for index in range(len(outs)))
     return found if isinstance(result, (list, tuple)) else found[0]
 
 
-def _refusal(packet: Any, operands: list[fx.Node], maps: set[SpanMap], first: object) -> str:
+def _refusal(packet: Any, operands: list[fx.Node], maps: list[SpanMap], first: object) -> str:
     """Why the table cannot be asked; empty if it can."""
     if packet not in _RULES:
         return "its effect on spans is not known"
     if packet not in _JOINS and operands != [first]:
         return "its effect on the spans of another operand than the first is not known"
-    return "" if len(maps) == 1 else "its operands hold the spans at different places"
+    return "" if maps and all(spans == maps[0] for spans in maps) else _DIFFERENT
 
 
 def _ask(rule: span_maps.Rule, node: fx.Node, call: span_maps.Call, spans: SpanMap, index: int) -> _State:
@@ -211,27 +212,26 @@ def _combine(node: fx.Node, operands: list[fx.Node], states: _States, out: _Shap
     """Broadcast all derived operands. One of unknown effect does no harm if all positions of the spanned dims see the
     same of it, as a gain computed from the padded row.
     """
-    maps: set[SpanMap] = set()
+    maps: list[SpanMap] = []
     others: list[tuple[_Shape, Unknown]] = []
     for operand in operands:
         state, shape = states[operand], _shape(operand)
         aligned = state.aligned(shape, out) if isinstance(state, SpanMap) else None
         if aligned is not None:
-            maps.add(aligned)
+            maps.append(aligned)
         else:
             others.append(
                 (shape, state if isinstance(state, Unknown) else _unknown(node, "it broadcasts a span or row"))
             )
     if not maps:
         return others[0][1]
-    if len(maps) > 1:
-        return _unknown(node, "its operands hold the spans at different places")
-    (spans,) = maps
+    if any(spans != maps[0] for spans in maps):
+        return _unknown(node, _DIFFERENT)
     for shape, unknown in others:
         padded = (1,) * (len(out) - len(shape)) + shape
-        if any(padded[dim] != 1 or out[dim] == 1 for dim in spans.dims):
+        if any(padded[dim] != 1 or out[dim] == 1 for dim in maps[0].dims):
             return unknown
-    return spans
+    return maps[0]
 
 
 def _mark_views_above(value: fx.Node, states: _States) -> fx.Node | None:
@@ -241,8 +241,6 @@ def _mark_views_above(value: fx.Node, states: _States) -> fx.Node | None:
     while True:
         source = _viewed(node)
         if source is None and (source := _overwritten(node)) is not None:
-            if _is_given(source):
-                return last_write
             last_write = last_write or node
         if source is None:
             return last_write

@@ -140,20 +140,20 @@ class SpanMap:
     def reseated(self, shape: Sequence[int], out: Sequence[int]) -> SpanMap | None:
         """The map after viewing elements in `shape` as `out`; None where the row dim or a spanned dim is taken apart.
 
-        A dim is the same in both if its size and the number of elements to its left are. Dims of size 1 cannot be told
-        apart, and need not be: whichever is taken, the elements are the same.
+        A dim is the same in both if its size and the number of elements to its left are. Neighbouring dims of size 1
+        are told apart by their order, and only where as many of them are in both; but rows that come first stay first.
         """
         if 0 in shape:
             return self if tuple(shape) == tuple(out) else None
+        before, after = ([(prod(sizes[:dim]), sizes[dim]) for dim in range(len(sizes))] for sizes in (shape, out))
         places: dict[int, int | None] = {}
-        first_free = 0
-        for dim in sorted(self.tracked):
-            left = prod(shape[:dim])
-            seats = (at for at in range(first_free, len(out)) if out[at] == shape[dim] and prod(out[:at]) == left)
-            places[dim] = seat = next(seats, None)
-            if seat is None:
-                return None
-            first_free = seat + 1
+        for dim in self.tracked:
+            same = [at for at, kind in enumerate(before) if kind == before[dim]]
+            seats = [at for at, kind in enumerate(after) if kind == before[dim]]
+            if len(same) == len(seats):
+                places[dim] = seats[same.index(dim)]
+            elif dim == self.row_dim == 0 and seats:
+                places[dim] = seats[0]
         return self.relaid(places)
 
     def moved(self, dim: int, move: Move, *, width: int) -> SpanMap:
