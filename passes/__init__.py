@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import fx
+
+from spangraph.diagnostics import Diagnostic
 from spangraph.passes.host_reads import erase_assertions, refuse_host_reads
 from spangraph.passes.insert_staging import erase_marks, insert_staging_node
 from spangraph.passes.marks import Mark, MarkInfo, find_marks, hoist_marks
 from spangraph.passes.memory import isolate_outputs, snapshot_spans
 from spangraph.passes.nodes import result_nodes
 from spangraph.passes.plan_cuts import PlannedCut, deliver_values, plan_cuts
-from torch import fx
-
-from spangraph.diagnostics import Diagnostic
 
 __all__ = ["Prepared", "insert_staging_node", "prepare_graph"]
 

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from spangraph.passes.nodes import is_call, output_node, placeholders, result_nodes, subgraph, val
+from spangraph.errors import DeclarationError
+from spangraph.passes.nodes import (
+    clone_of,
+    find_late_writes,
+    is_call,
+    output_node,
+    placeholders,
+    result_nodes,
+    subgraph,
+    val,
+    where,
+)
 
 if TYPE_CHECKING:
     from spangraph.declare import Span
@@ -66,6 +77,14 @@ def find_marks(gm: fx.GraphModule, infos: Mapping[tuple[str, str], MarkInfo]) ->
     return marks
 
 
+def overwritten_error(value: str, writer: fx.Node) -> DeclarationError:
+    """SG109, for a spanned value that `writer` overwrites after its mark."""
+    return DeclarationError(
+        f"SG109 {value} is overwritten after its submodule returned it, by {writer.target} at"
+        f" {where(writer) or 'an unknown line'}: its rows would hold the later values. Return a clone()."
+    )
+
+
 def public_names(marks: Sequence[Mark]) -> list[str]:
     """What `step.rows` calls each mark: its name where that is unique, else `"fqn.name"`."""
     count = Counter(mark.info.name for mark in marks)
@@ -74,6 +93,8 @@ def public_names(marks: Sequence[Mark]) -> list[str]:
 
 def hoist_marks(gm: fx.GraphModule) -> fx.GraphModule:
     """Move marks out of nested graphs, which export makes of autocast and inner no_grad blocks.
+
+    What such a graph writes again after a mark is cloned inside, as `snapshot_spans` does it outside.
 
         sub: mark(v, s); return (v,)             sub: return (v, s)
         out = wrap_with_autocast(..., sub, x)    out = wrap_with_autocast(..., sub, x)
@@ -119,7 +140,15 @@ def _hoist_from(call: fx.Node) -> int:
         last = max(last, item)
         return item
 
+    late_write = find_late_writes(module.graph)
     for mark in marks:
+        value, *_, key, name = mark.args
+        staged = mark.args[1] if mark.target is _MARKS[0] else value
+        if staged is not value and (writer := late_write(value, mark)):
+            raise overwritten_error(repr(f"{key}.{name}" if key else name), writer)
+        if late_write(staged, mark):  # outside, the mark comes after that write
+            with module.graph.inserting_before(mark):
+                mark.replace_input_with(staged, clone_of(staged))
         args = tuple(outer(arg) if isinstance(arg, fx.Node) else arg for arg in mark.args)
         with graph.inserting_after(last):
             last = graph.call_function(mark.target, args)  # type: ignore[arg-type]

@@ -5,18 +5,25 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-_TORCH = os.path.dirname(torch.__file__)
-_OURS = tuple(os.path.dirname(os.path.abspath(m)) for m in (__file__, os.path.join(__file__, "..", "..", "spangraph")))
+from spangraph import errors, kernels
+
+# Folders whose frames are never the user's. An editable install has ours side by side in the repository's root.
+_NOT_USER = tuple(os.path.dirname(os.path.abspath(str(m.__file__))) + os.sep for m in (torch, errors, kernels))
+_NOT_USER += (os.path.dirname(os.path.abspath(__file__)) + os.sep, "<")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 # Composite ops that return their input itself without an alias annotation in their schema (in eval mode).
 _UNANNOTATED_ALIASES = {"aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout"}
+
+# What a batch or instance norm writes while it trains, without an annotation; and what says so.
+_STATISTICS = ("running_mean", "running_var")
+_TRAINING = ("training", "train", "use_input_stats")
 
 
 def where(node: fx.Node) -> str:
@@ -35,7 +42,7 @@ def where_in(trace: str) -> str:
 
 def is_user_file(file: str) -> bool:
     """Whether a frame is neither inside torch nor inside spangraph."""
-    return not file.startswith((_TORCH, *_OURS, "<")) and "importlib" not in file
+    return not file.startswith(_NOT_USER)
 
 
 def val(node: fx.Node) -> Any:
@@ -63,12 +70,25 @@ def _schema(node: fx.Node) -> torch.FunctionSchema | None:
     return target._schema if isinstance(target, torch._ops.OpOverload) else None
 
 
-def _arguments(node: fx.Node, schema: torch.FunctionSchema) -> Iterator[tuple[torch.Argument, Any]]:
+def _arguments(schema: torch.FunctionSchema, args: Any, kwargs: Any) -> Iterator[tuple[torch.Argument, Any]]:
     for i, argument in enumerate(schema.arguments):
-        if i < len(node.args) and not argument.kwarg_only:
-            yield argument, node.args[i]
-        elif argument.name in node.kwargs:
-            yield argument, node.kwargs[argument.name]
+        if i < len(args) and not argument.kwarg_only:
+            yield argument, args[i]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]
+
+
+def written_values(target: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Arguments of an operator call that it writes: by its schema, or as the statistics of a norm that is training."""
+    schema = target._schema
+    given = list(_arguments(schema, args, kwargs))
+    trains = any(argument.name in _TRAINING and value is True for argument, value in given)
+    found: list[Any] = []
+    for argument, value in given:
+        by_schema = argument.alias_info is not None and argument.alias_info.is_write
+        if by_schema or (trains and argument.name in _STATISTICS):
+            found += value if isinstance(value, list | tuple) else [value]
+    return found
 
 
 def subgraph(node: fx.Node) -> tuple[fx.GraphModule, list[Any]] | None:
@@ -84,6 +104,14 @@ def subgraph(node: fx.Node) -> tuple[fx.GraphModule, list[Any]] | None:
     return None
 
 
+def nested_graphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """The graph and the graphs in it. Not all of `gm.modules()`: the user's model may hold graphs of its own."""
+    yield gm
+    for node in gm.graph.nodes:
+        if inner := subgraph(node):
+            yield from nested_graphs(inner[0])
+
+
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
     """The graph's inputs, in order."""
     return [node for node in graph.nodes if node.op == "placeholder"]
@@ -96,19 +124,29 @@ def written(node: fx.Node) -> list[fx.Node]:
         roots, inputs = storage_roots(module.graph), placeholders(module.graph)
         touched = {roots[w] for n in module.graph.nodes for w in written(n)}
         return [o for o, i in zip(operands, inputs, strict=False) if i in touched and isinstance(o, fx.Node)]
-    schema = _schema(node)
-    if schema is None or not schema.is_mutable:
+    if _schema(node) is None:
         return []
-    nodes: list[fx.Node] = []
-    for argument, value in _arguments(node, schema):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            values = value if isinstance(value, list | tuple) else [value]
-            nodes += [v for v in values if isinstance(v, fx.Node)]
-    return nodes
+    return [value for value in written_values(node.target, node.args, node.kwargs) if isinstance(value, fx.Node)]
+
+
+def _memory(node: fx.Node) -> int | None:
+    """Identity of the memory of the node's example value, if it has any."""
+    example = val(node)
+    if not isinstance(example, Tensor) or example.layout is not torch.strided:
+        return None
+    return example.untyped_storage()._cdata
 
 
 def aliased(node: fx.Node) -> fx.Node | None:
-    """The argument whose memory the node's result may share, by its schema."""
+    """The argument whose memory the node's result shares, by their example values; where one has none, the argument
+    whose memory it may share by its schema."""
+    schema = _schema(node)
+    if schema is not None and schema.name in _UNANNOTATED_ALIASES:  # their example values do not show it either
+        return node.args[0] if isinstance(node.args[0], fx.Node) else None
+    memory = _memory(node)
+    memories = {source: _memory(source) for source in node.all_input_nodes}
+    if memory is not None and node.op == "call_function" and None not in memories.values():
+        return next((source for source, known in memories.items() if known == memory), None)
     if is_call(node, operator.getitem) and isinstance(node.args[0], fx.Node):
         if inner := subgraph(node.args[0]):
             module, operands = inner
@@ -116,23 +154,45 @@ def aliased(node: fx.Node) -> fx.Node | None:
             root = storage_roots(module.graph)[results[node.args[1]]]  # type: ignore[index]
             return operands[inputs.index(root)] if root in inputs else None
         return node.args[0]
-    schema = _schema(node)
-    if schema is None:
+    if schema is None or not any(ret.alias_info is not None for ret in schema.returns):
         return None
-    if schema.name in _UNANNOTATED_ALIASES:
-        return node.args[0] if isinstance(node.args[0], fx.Node) else None
-    if not any(ret.alias_info is not None for ret in schema.returns):
-        return None
-    for argument, value in _arguments(node, schema):
+    for argument, value in _arguments(schema, node.args, node.kwargs):
         if argument.alias_info is not None and isinstance(value, fx.Node):
             return value
     return None
 
 
 def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each node the node whose memory it may be a view of: itself, unless it is a view."""
+    """For each node the first node in whose memory it lies (or may lie, without example values): itself, unless it is a
+    view."""
     roots: dict[fx.Node, fx.Node] = {}
+    owners: dict[int | None, fx.Node] = {}
     for node in graph.nodes:
+        memory = _memory(node)
         base = aliased(node)
-        roots[node] = node if base is None else roots[base]
+        if memory is not None and memory in owners:
+            roots[node] = owners[memory]
+        else:
+            roots[node] = owners[memory] = node if base is None else roots[base]
     return roots
+
+
+def find_late_writes(graph: fx.Graph) -> Callable[[fx.Node, fx.Node], fx.Node | None]:
+    """A function of a tensor and a node: the last write to the tensor's memory, if it comes after the node."""
+    roots = storage_roots(graph)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    last = {roots[target]: node for node in graph.nodes for target in written(node)}
+
+    def late_write(tensor: fx.Node, node: fx.Node) -> fx.Node | None:
+        writer = last.get(roots[tensor])
+        return writer if writer is not None and order[writer] > order[node] else None
+
+    return late_write
+
+
+def clone_of(node: fx.Node) -> fx.Node:
+    """A new node at the graph's insertion point: a copy of `node` in memory of its own."""
+    clone = node.graph.call_function(torch.ops.aten.clone.default, (node,))
+    example = val(node)
+    clone.meta["val"] = example.clone() if isinstance(example, Tensor) else example
+    return clone

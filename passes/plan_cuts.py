@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spangraph.passes.marks import Mark
-from spangraph.passes.nodes import output_node, result_nodes, where
-from spangraph.passes.propagate_spans import Unknown, propagate_spans
-from spangraph.passes.span_maps import SpanMap
 from torch import fx
 
 from spangraph.diagnostics import Diagnostic
 from spangraph.errors import DeclarationError
+from spangraph.passes.marks import Mark
+from spangraph.passes.nodes import output_node, result_nodes, where
+from spangraph.passes.propagate_spans import Unknown, propagate_spans
+from spangraph.passes.span_maps import SpanMap
 
 
 @dataclass(frozen=True)

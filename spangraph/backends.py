@@ -124,7 +124,7 @@ class Backend(ABC):
         fn()
 
     def before_free(self) -> None:  # noqa: B027 - nothing to do is the default
-        """Called when a ring is collected: nothing on the device may use its memory any more."""
+        """Called when memory of a ring is collected: nothing on the device may use it any more."""
 
     def begin_launch(self) -> None:  # noqa: B027
         """Called on the launching thread before a launch, where captures and launches must not meet."""

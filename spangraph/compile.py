@@ -27,7 +27,9 @@ from spangraph.trace import (
     Trace,
     Watch,
     is_constant,
+    locate_reads,
     normalise_call,
+    refuse_nested,
     retrace_uncaptured,
     trace_model,
 )
@@ -174,6 +176,7 @@ class Compiled:
             and whatever the model raises; later launches are not affected.
         """
         ring = self._ring
+        refuse_nested()
         with profiled("spangraph.launch"), ring.lock:
             if ring.is_closed:
                 raise ClosedError("launch on a closed object: compile the model again.")
@@ -234,7 +237,7 @@ class Compiled:
     def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Signature, Sequence[Tensor]]:
         fast = None
         if not kwargs and all(type(arg) is Tensor for arg in args):
-            fast = tuple([(arg.shape, arg.dtype, arg.device) for arg in args])
+            fast = tuple([(arg.shape, arg.dtype, arg.device, arg.layout) for arg in args])
             if (known := self._by_tensors.get(fast)) is not None:
                 return known, args
         args, kwargs = normalise_call(self._signature_of, args, kwargs)
@@ -246,7 +249,7 @@ class Compiled:
             if isinstance(leaf, Tensor):
                 template.append(len(tensors))
                 tensors.append(leaf)
-                key.append((leaf.shape, leaf.dtype, leaf.device))
+                key.append((leaf.shape, leaf.dtype, leaf.device, leaf.layout))
             elif is_constant(leaf):
                 template.append(Constant(leaf))
                 key.append((type(leaf), repr(leaf)))
@@ -278,27 +281,40 @@ class Compiled:
     def _build(self, call: CallSpec, tensors: Sequence[Tensor]) -> _Signature:
         backend = self._backend
         inputs = [tensor.to(backend.device) for tensor in tensors]
-        trace = trace_model(self._model, self._walk, call, inputs, tracer=self._trace, verify=self._verify)
+        trace = trace_model(
+            self._model,
+            self._walk,
+            call,
+            inputs,
+            tracer=self._trace,
+            verify=self._verify,
+            generators=self._generators,
+        )
         try:
             prepared = prepare_graph(trace.gm, trace.infos, trace.leaf_names, reads=not trace.captures)
         except HostReadError as error:
             if self._verify == "error":
-                raise
+                raise locate_reads(self._model, self._walk, call, inputs, error) from None
             trace = retrace_uncaptured(self._model, self._walk, call, inputs, error, warn=self._verify == "warn")
             prepared = prepare_graph(trace.gm, trace.infos, trace.leaf_names, reads=True)
         if trace.reason:
             _logger.info("traced opaquely: %s", trace.reason)
         if trace.rebinds and backend.static and trace.captures:
             raise TraceError(
-                f"the forward rebinds {', '.join(trace.rebinds)}, which a replay cannot repeat: update it in place with"
-                " copy_."
+                f"the forward changes {', '.join(trace.rebinds)} at every call, which a replay cannot repeat: keep such"
+                " state in registered buffers, and update them in place (copy_, add_)."
+            )
+        if trace.writes_inputs and backend.static:
+            raise TraceError(
+                f"the forward writes its tensor inputs {list(trace.writes_inputs)} in place, but a replay has copies of"
+                " its own: clone() them first, or keep what must change in registered buffers."
             )
         if trace.tracer == "opaque" and prepared.marks:
             _say_what_is_whole(trace, prepared)
         label = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors) or "no tensors"
         signature = _Signature(label, trace, prepared)
         if trace.tracer == "export" or backend.static:
-            signature.weights = Weights(self._model, addresses=backend.static)
+            signature.weights = Weights(self._model, addresses=backend.static, literals=trace.literals)
         self._add_instances(signature, inputs)
         signature.make_result = _result_maker(trace, signature.cuts, clone_whole=backend.static or self._debug)
         return signature
@@ -455,6 +471,11 @@ class _Uncaptured:
 
     def _step(self) -> None:
         for static, fresh in zip(self.outputs, self.run(), strict=True):
+            if static.shape != fresh.shape:
+                raise TraceError(
+                    f"an output has shape {list(fresh.shape)}, and had {list(static.shape)} at the trace: its shape"
+                    " depends on values. Pad it, and declare its extent as a span."
+                )
             static.copy_(fresh)
 
 

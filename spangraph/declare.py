@@ -19,9 +19,11 @@ from torch.utils import _pytree as pytree
 from spangraph.errors import DeclarationError, MergeError
 
 _ADAPTERS = "_spangraph_adapters"
-# Ends no real span can have: a span that could not be built carries one of these to the host, where its check fails.
-_NOT_WHOLE = -(2**62) - 1
-_TOO_MANY_RUNS = -(2**62) - 2
+# A span that could not be built carries its reason to the host, where its check fails: a start far beyond its end, and
+# far enough from int64's limits that scaling by a hop (up to 2**20) or clamping to a row's length keeps it so.
+_BAD_END = -(2**40)
+_NOT_WHOLE = 2**42  # + the float32 bits of the length
+_TOO_MANY_RUNS = 2**40  # + the number of runs
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,13 @@ class SpannedOutput:
 
         Raises:
             MergeError: if there is nothing to merge, if names, padded shapes, dtypes or devices differ, if only some
-                parts carry spans, row values or row ids, or if a row id occurs twice.
+                parts carry spans, row values or row ids, if the tensors or ids of one part are not of as many rows, or
+                if a row id occurs twice.
         """
         if not parts:
             raise MergeError("SpannedOutput.merge got no outputs: expected at least one.")
+        for i, part in enumerate(parts):
+            _check_rows(i, part)
         merged: dict[str, dict[str, Tensor]] = {}
         for kind in ("outputs", "output_spans", "row_values"):
             first = getattr(parts[0], kind)
@@ -115,6 +120,19 @@ class SpannedOutput:
             if len(set(row_ids)) != len(row_ids):
                 raise MergeError(f"row_ids {list(row_ids)} hold one id twice: every row needs its own.")
         return SpannedOutput(merged["outputs"], merged["output_spans"], merged["row_values"], row_ids)
+
+
+def _check_rows(index: int, part: SpannedOutput) -> None:
+    """Refuse a part whose tensors would not line up row by row after the merge."""
+    num_rows = {} if part.row_ids is None else {"row_ids": len(part.row_ids)}
+    for kind in ("outputs", "output_spans", "row_values"):
+        for name, tensor in getattr(part, kind).items():
+            if not isinstance(tensor, Tensor) or tensor.ndim == 0:
+                found = "a 0-d tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise MergeError(f"{kind}[{name!r}] of part {index} is {found}: only tensors [bs, ...] can be merged.")
+            num_rows[f"{kind}[{name!r}]"] = tensor.shape[0]
+    if len(set(num_rows.values())) > 1:
+        raise MergeError(f"part {index} has different numbers of rows: {num_rows}.")
 
 
 def _concatenate(kind: str, name: str, tensors: Sequence[Tensor]) -> Tensor:
@@ -165,7 +183,7 @@ def from_lengths(lengths: Tensor, *, start: Tensor | int = 0) -> Tensor:
         int64 spans, the shape of `lengths` with a last dim of 2.
 
     Raises:
-        DeclarationError: if `lengths` is not a tensor, is bool or complex, or has no row dim.
+        DeclarationError: if `lengths` is not a tensor, is bool or complex, or has no row dim; or if `start` is no int.
     """
     if not isinstance(lengths, Tensor):
         raise DeclarationError(f"from_lengths needs a tensor on the model's device, got {type(lengths).__name__}.")
@@ -173,14 +191,21 @@ def from_lengths(lengths: Tensor, *, start: Tensor | int = 0) -> Tensor:
         raise DeclarationError(f"from_lengths got {lengths.dtype} lengths: for a mask use from_mask.")
     if lengths.ndim < 1:
         raise DeclarationError("from_lengths got a 0-d tensor: expected [bs] or [bs, num_dims].")
+    if isinstance(start, Tensor) and not start.is_floating_point() and start.dtype is not torch.bool:
+        start = start.to(torch.int64)
+    elif not isinstance(start, int) or isinstance(start, bool):
+        found = f"{start.dtype} tensor" if isinstance(start, Tensor) else repr(start)
+        raise DeclarationError(f"from_lengths(start=...) got {found}: expected an int, or a tensor of ints.")
     if not lengths.is_floating_point():
-        first = torch.zeros_like(lengths, dtype=torch.int64) + start
+        lengths = lengths.to(torch.int64)
+        first = torch.zeros_like(lengths) + start
         return torch.stack([first, first + lengths], -1)
     whole = torch.isfinite(lengths) & (lengths == lengths.floor()) & (lengths.abs() < 2.0**53)
     length = torch.where(whole, lengths, 0).to(torch.int64)
-    bits = lengths.to(torch.float64).contiguous().view(torch.int64)
+    bits = lengths.to(torch.float32).contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     first = torch.zeros_like(length) + start
-    return torch.stack([torch.where(whole, first, bits), torch.where(whole, first + length, _NOT_WHOLE)], -1)
+    last = torch.where(whole, first + length, _BAD_END)
+    return torch.stack([torch.where(whole, first, bits + _NOT_WHOLE), last], -1)
 
 
 def from_mask(mask: Tensor, *, max_spans: int = 1) -> Tensor:
@@ -194,11 +219,13 @@ def from_mask(mask: Tensor, *, max_spans: int = 1) -> Tensor:
         int64 spans `[bs, 2]`, or `[bs, max_spans, 2]`; a row without valid positions has empty spans (withheld).
 
     Raises:
-        DeclarationError: if `mask` is not a 2-d bool or int tensor.
+        DeclarationError: if `mask` is not a 2-d bool or int tensor, or `max_spans` is below 1.
     """
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point() or mask.is_complex():
         found = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise DeclarationError(f"from_mask needs a bool or int mask [bs, width], got {found}; compare it first (> 0).")
+    if not isinstance(max_spans, int) or max_spans < 1:
+        raise DeclarationError(f"from_mask(max_spans={max_spans!r}): expected an int of at least 1.")
     valid = mask if mask.dtype is torch.bool else mask != 0
     width = valid.shape[1]
     edge = torch.zeros_like(valid[:, :1])
@@ -215,7 +242,8 @@ def from_mask(mask: Tensor, *, max_spans: int = 1) -> Tensor:
     used = lasts <= width
     num_runs = starts.sum(1, keepdim=True)
     spans = torch.stack([torch.where(used, firsts, 0), torch.where(used, lasts, 0)], -1)
-    spans = torch.where((num_runs > max_spans)[..., None], torch.stack([num_runs, num_runs * 0 + _TOO_MANY_RUNS], -1), spans)
+    bad = torch.stack([num_runs + _TOO_MANY_RUNS, torch.full_like(num_runs, _BAD_END)], -1)
+    spans = torch.where((num_runs > max_spans)[..., None], bad, spans)
     return spans[:, 0] if max_spans == 1 else spans
 
 
@@ -237,11 +265,14 @@ def withhold(spans: Tensor, mask: Tensor) -> Tensor:
 
 def describe_bad_span(start: int, end: int, width: int) -> str:
     """Say why `[start, end)` is not a span of an output of that width."""
-    if end == _NOT_WHOLE:
-        value = struct.unpack("<d", struct.pack("<q", start))[0]
-        return f"length {value} is not a whole number: round it in the model before from_lengths"
-    if end == _TOO_MANY_RUNS:
-        return f"its mask has {start} runs of valid positions: declare Span(max_spans={start}) or mend the mask"
+    hop, odd = divmod(end, _BAD_END)
+    if hop > 0 and not odd and start % hop == 0:
+        if start // hop >= _NOT_WHOLE:
+            value = struct.unpack("<f", struct.pack("<I", (start // hop - _NOT_WHOLE) & 0xFFFFFFFF))[0]
+            return f"length {value} is not a whole number: round it in the model before from_lengths"
+        if start // hop >= _TOO_MANY_RUNS:
+            runs = start // hop - _TOO_MANY_RUNS
+            return f"its mask has {runs} runs of valid positions: declare Span(max_spans={runs}) or mend the mask"
     return f"span [{start}, {end}) does not fit 0 <= start <= end <= {width}"
 
 
@@ -344,6 +375,11 @@ class Declaration:
     spans: Mapping[str, Span]
     where: str
     adapter: _Adapter | None = None
+
+    @property
+    def names(self) -> set[str]:
+        """Declared spanned outputs and row values."""
+        return {*self.spans, *(self.adapter.row_values if self.adapter is not None else ())}
 
     def read(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SpannedOutput:
         """What the module returned, as a checked `SpannedOutput` (empty where it returned no spans).

@@ -56,6 +56,7 @@ class SlotBuffer:
     """Pinned memory of one layout, one row per slot of the ring."""
 
     def __init__(self, backend: Backend, layout: Layout, num_slots: int) -> None:
+        self._backend = backend
         self.layout = layout
         self.memory: Pinned = backend.pinned(num_slots, layout.num_words, writer="device")
         address = self.memory.host.data_ptr()
@@ -65,6 +66,9 @@ class SlotBuffer:
     def header(self, slot: int) -> int:
         """The generation that the slot holds."""
         return int(self._words[slot * self.layout.num_words])
+
+    def __del__(self) -> None:
+        self._backend.before_free()
 
     def copy_out(self, slot: int) -> memoryview:
         """A private copy of the slot's words."""

@@ -15,7 +15,8 @@ from spangraph.errors import RowLookupError, SpanError, StaleStepError, StepStat
 from spangraph.passes.span_maps import SpanMap
 from spangraph.ring import Launch, Ring
 
-Entry = Tensor | tuple[Tensor, ...]
+# A tensor, or a tuple of them where a row has several spans; typed so that the usual case needs no cast.
+Entry = Any
 
 _WITHHOLDING = threading.Lock()
 

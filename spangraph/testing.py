@@ -212,6 +212,7 @@ class _HostReads(TorchFunctionMode):
         Tensor.__array__: "numpy",
         Tensor.cpu: ".cpu()",
         Tensor.__repr__: "print, repr",
+        Tensor.__format__: "print, format",
     }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

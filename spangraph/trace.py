@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import inspect
 import logging
+import sys
 import threading
 import traceback
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,17 +33,37 @@ from spangraph.backends import preserve_generators
 from spangraph.declare import Declaration, Span, SpannedOutput, find_declarations, iter_spanned
 from spangraph.diagnostics import Diagnostic
 from spangraph.errors import DeclarationError, HostReadError, SpangraphError, TraceError
-from spangraph.passes.host_reads import diagnose_read, host_read_error, read_by
+from spangraph.host_state import Change, HostState, preserve_random, storage_key
+from spangraph.passes.host_reads import diagnose_read, erase_dead_nodes, host_read_error, read_by
 from spangraph.passes.marks import MarkInfo
-from spangraph.passes.nodes import is_user_file
+from spangraph.passes.nodes import is_user_file, placeholders, storage_roots, written, written_values
 
 aten = torch.ops.aten
 
 # torch.export patches global state: parallel traces break each other.
 _TRACE_LOCK = threading.Lock()
 
+
+class _Tracing(threading.local):
+    active = False
+
+
+_tracing = _Tracing()
+
 # Leaves of (args, kwargs) that may be baked into a graph: compared by type and value.
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_CONSTANTS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 @dataclass
@@ -57,7 +80,9 @@ class Trace:
         reason: why the trace is opaque, if export was tried.
         inference: whether the graph must run in inference mode, as some of its weights were made in it.
         autocast: device type, whether autocast was on at the trace, and its dtype.
-        rebinds: buffers that an opaque forward replaces instead of updating in place.
+        rebinds: what an opaque forward changes on the host at every call: attributes, rebound buffers, random states.
+        writes_inputs: inputs that the forward writes, by index.
+        literals: 0-d integer buffers that the graph holds as numbers.
         paths: key path of each output leaf.
         captures: whether the graph may be captured (false for forwards with host reads under `verify="warn"`).
         diagnostics: what was found on the way.
@@ -74,6 +99,8 @@ class Trace:
     autocast: tuple[str, bool, torch.dtype] = ("cpu", False, torch.bfloat16)
     captures: bool = True
     rebinds: Sequence[str] = ()
+    writes_inputs: Sequence[int] = ()
+    literals: Sequence[tuple[dict[str, Tensor | None], str, int]] = ()
     paths: Sequence[Any] = ()
     diagnostics: list[Diagnostic] = field(default_factory=list)
 
@@ -152,7 +179,9 @@ def normalise_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: 
 
 def is_constant(leaf: Any) -> bool:
     """Whether a leaf of the inputs may be baked into a graph."""
-    return isinstance(leaf, _CONSTANTS) or type(leaf).__module__ == "enum" or isinstance(leaf, slice | range)
+    if isinstance(leaf, slice):
+        return all(map(is_constant, (leaf.start, leaf.stop, leaf.step)))
+    return isinstance(leaf, (*_CONSTANTS, enum.Enum, range))
 
 
 @dataclass(frozen=True)
@@ -167,6 +196,10 @@ class CallSpec:
         leaves = [leaf.value if isinstance(leaf, Constant) else tensors[leaf] for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
+
+
+class _HostStateError(TraceError):
+    """A forward changes what no graph sees."""
 
 
 # ---- hooks -------------------------------------------------------------------------------------------------------
@@ -186,7 +219,7 @@ class Marking:
         self._emit = emit
         self._seen: list[Tensor] = []  # spans as the modules returned them
         self._versions: list[tuple[MarkInfo, Tensor, int]] = []
-        self._calls: Counter[str] = Counter()
+        self._calls: Counter[int] = Counter()
         self._fired: set[int] = set()
         self._thread = threading.get_ident()
 
@@ -209,11 +242,12 @@ class Marking:
                     " submodule returned it: its rows would hold the later values. Return a clone()."
                 )
         for i, declaration in enumerate(self._declarations):
-            if declaration.spans and i not in self._fired:
+            if declaration.names and i not in self._fired:
                 raise DeclarationError(
-                    f"SG107 {declaration} declares {sorted(declaration.spans)} but was not called ({declaration.where})."
-                    " Hooks fire when a module is called as module(...): for another method say"
-                    " spangraph.declare(module, ..., method='decode'); for a walk that does not use it, declare nothing."
+                    f"SG107 {declaration} declares {sorted(declaration.names)} but was not called"
+                    f" ({declaration.where}). Hooks fire when a module is called as module(...): for another method say"
+                    " spangraph.declare(module, ..., method='decode'); for a walk that does not use it, declare"
+                    " nothing."
                 )
 
     def _install(self, index: int, declaration: Declaration) -> Any:
@@ -251,21 +285,36 @@ class Marking:
         self._fired.add(index)
         spanned = declaration.read(out, args, kwargs)
         if not spanned.output_spans and not spanned.row_values:
+            self._refuse_hidden(declaration, out)
             return
         fqn = declaration.fqn
-        call = self._calls[fqn]
-        self._calls[fqn] += 1
+        call = self._calls[index]
+        self._calls[index] += 1
         key = f"{fqn}[{call}]" if call else fqn
         for name, spans in spanned.output_spans.items():
             self._record(key, name, declaration, declaration.spans[name], spanned.outputs[name], spans)
         for name, values in spanned.row_values.items():
             self._record(key, name, declaration, None, values, None)
 
+    def _refuse_hidden(self, declaration: Declaration, out: Any) -> None:
+        """Spans inside a tuple or dict that a declaring module returned would be lost on the way."""
+        for inner in iter_spanned(out):
+            hidden = {
+                n for n, spans in inner.output_spans.items() if n in declaration.spans and not self.is_declared(spans)
+            }
+            if hidden:
+                raise DeclarationError(
+                    f"SG101 {declaration} returned a {type(out).__name__} that holds a SpannedOutput with spans for"
+                    f" {sorted(hidden)}: return the SpannedOutput itself; its outputs may hold more than is spanned."
+                )
+
     def _record(
         self, key: str, name: str, declaration: Declaration, span: Span | None, value: Tensor, spans: Tensor | None
     ) -> None:
         if (key, name) in self.infos:
-            raise DeclarationError(f"SG108 {declaration}: {name!r} is declared twice for one call; use different names.")
+            raise DeclarationError(
+                f"SG108 {declaration}: {name!r} is declared twice for one call; use different names."
+            )
         self.infos[key, name] = MarkInfo(key, declaration.fqn, name, span, declaration.where)
         if spans is not None:
             self._seen.append(spans)
@@ -297,8 +346,8 @@ def check_marked(out: Any, marking: Marking) -> None:
     for spanned in iter_spanned(out):
         if lost := sorted(name for name, spans in spanned.output_spans.items() if not marking.is_declared(spans)):
             raise DeclarationError(
-                f"SG102 the model returned a SpannedOutput with spans for {lost}, but no submodule declares them on this"
-                " walk: define spanned_outputs(walk) on the module whose forward returns it."
+                f"SG102 the model returned a SpannedOutput with spans for {lost}, but no submodule declares them on"
+                " this walk: define spanned_outputs(walk) on the module whose forward returns it."
             )
 
 
@@ -367,8 +416,19 @@ def _register_dataclasses(out: Any) -> None:
             pending.extend(pytree.tree_leaves(node, is_leaf=lambda child, parent=node: child is not parent))  # type: ignore[misc]
 
 
-def _holds_tensors(leaf: Any) -> bool:
-    return hasattr(leaf, "__dict__") and any(isinstance(value, Tensor) for value in vars(leaf).values())
+def _holds_tensors(leaf: Any, seen: set[int] | None = None) -> bool:
+    seen = set() if seen is None else seen
+    if isinstance(leaf, Tensor):
+        return True
+    if isinstance(leaf, (*_CONSTANTS, type)) or id(leaf) in seen:
+        return False
+    seen.add(id(leaf))
+    if isinstance(leaf, dict | list | tuple | set | frozenset | deque):
+        children = [*leaf, *leaf.values()] if isinstance(leaf, dict) else list(leaf)
+    else:
+        slots = [name for base in type(leaf).__mro__ for name in getattr(base, "__slots__", ())]
+        children = [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, name, None) for name in slots)]
+    return any(_holds_tensors(child, seen) for child in children)
 
 
 # ---- export --------------------------------------------------------------------------------------------------------
@@ -377,7 +437,9 @@ def _holds_tensors(leaf: Any) -> bool:
 class _Root(nn.Module):
     """Flat tensors in, flat tensors out; structure and marks are left in `notes`."""
 
-    def __init__(self, model: nn.Module, call: CallSpec, declarations: Sequence[Declaration], notes: dict[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, call: CallSpec, declarations: Sequence[Declaration], notes: dict[str, Any]
+    ) -> None:
         super().__init__()
         self.model = model
         self._call = call
@@ -386,45 +448,94 @@ class _Root(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = self._call.build(tensors)
-        with _literal_buffers(self.model, self._notes), Marking(self._declarations, emit=True).hooked() as marking:
-            out = self.model(*args, **kwargs)
+        with _literal_buffers(self.model, self._notes) as calls:
+            before = HostState(self.model)
+            try:
+                with Marking(self._declarations, emit=True).hooked() as marking, calls:
+                    out = self.model(*args, **kwargs)
+                leaves, template, paths, spec = flatten_output(out)
+                changes = [c for c in before.changes() if before.is_buffers(c.box) or c.is_state(calls.used)]
+            finally:
+                before.restore()
+            delivered = [*leaves, *_marked_tensors(marking)]
+            self._notes["changed"] = _repeat_rebinds(before, changes, delivered, self._notes)
         check_marked(out, marking)
-        leaves, template, paths, spec = flatten_output(out)
         self._notes.update(infos=marking.infos, template=template, paths=paths, spec=spec)
         return tuple(leaves)
 
 
+def _marked_tensors(marking: Marking) -> list[Tensor]:
+    return [tensor for pair in marking.values.values() for tensor in pair if tensor is not None]
+
+
+def _repeat_rebinds(
+    before: HostState, changes: Sequence[Change], delivered: Sequence[Tensor], notes: dict[str, Any]
+) -> list[str]:
+    """Write what a forward has bound to a buffer into the buffer itself, as the graph's last nodes.
+
+    Returns the labels of the other changes, which no node can repeat.
+    """
+    memory = {storage_key(tensor) for tensor in delivered}
+    others = []
+    for change in changes:
+        old, new = change.old, change.new
+        if id(old) in notes["held"]:
+            _keep_buffer(notes, id(old))
+        elif (
+            before.is_buffers(change.box)
+            and isinstance(old, Tensor)
+            and isinstance(new, Tensor)
+            and (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+            and storage_key(old) not in memory  # it would be delivered after the write
+        ):
+            old.copy_(new)
+        else:
+            others.append(change.label)
+    return others
+
+
 @contextlib.contextmanager
-def _literal_buffers(model: nn.Module, notes: dict[str, Any]) -> Iterator[None]:
+def _literal_buffers(model: nn.Module, notes: dict[str, Any]) -> Iterator[_Calls]:
     """Give 0-d int buffers literal values inside the trace, so that reads of them are constants of the graph.
 
     A buffer that the forward writes must stay a buffer: it is noted in `notes["written"]`, and the trace repeated.
+    Those that the forward uses are noted in `notes["used"]`.
     """
-    held: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
-    written: set[int] = notes.setdefault("written", set())
+    held: dict[int, tuple[dict[str, Tensor | None], str, Tensor, Tensor, int]] = {}
     for buffers, name, value in notes["literals"]:
         buffer = buffers[name]
-        if id(buffer) not in written:
+        if notes["identities"][id(buffers), name] not in notes["written"]:
             literal = torch.tensor(value, dtype=buffer.dtype)
             buffers[name] = literal
-            held.append((buffers, name, buffer, literal))
-    versions = [literal._version for *_, literal in held]
+            held[id(literal)] = (buffers, name, buffer, literal, literal._version)
+    notes["held"] = {key: notes["identities"][id(buffers), name] for key, (buffers, name, *_) in held.items()}
+    calls = _Calls()
     try:
-        yield
+        yield calls  # to be entered for the forward alone
     finally:
-        for (buffers, name, buffer, literal), version in zip(held, versions, strict=True):
-            if buffers[name] is not literal or literal._version != version:
-                written.add(id(buffer))
-                notes["retry"] = True
+        for key, (buffers, name, buffer, literal, version) in held.items():
+            if literal._version != version:
+                _keep_buffer(notes, key)
             buffers[name] = buffer
+    used = {(id(buffers), name) for key, (buffers, name, *_) in held.items() if key in calls.used}
+    notes["used"] = [literal for literal in notes["literals"] if (id(literal[0]), literal[1]) in used]
+
+
+def _keep_buffer(notes: dict[str, Any], literal: int) -> None:
+    notes["written"].add(notes["held"][literal])
+    notes["retry"] = True
 
 
 def _int_buffers(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str, int]]:
     return [
         (module._buffers, name, int(buffer.item()))
         for module in model.modules()
+        if isinstance(module._buffers, dict)  # not a ScriptModule's
         for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.ndim == 0 and not buffer.is_floating_point() and not buffer.is_complex()
+        if buffer is not None
+        and buffer.ndim == 0
+        and not buffer.is_floating_point()
+        and not buffer.is_complex()
         and buffer.dtype is not torch.bool
     ]
 
@@ -438,20 +549,32 @@ def export_model(
         TraceError: if the model does not export; the message says why.
         DeclarationError: as raised by the hooks.
     """
-    notes: dict[str, Any] = {}
+    notes: dict[str, Any] = {"written": set()}
     # Literals are given only to buffers that hold a Python-readable value; bools are flags that code branches on.
     notes["literals"] = _int_buffers(model)
+    # Of the buffers themselves: inside the trace fake ones stand in for them, new ones each time.
+    notes["identities"] = {(id(buffers), name): id(buffers[name]) for buffers, name, _ in notes["literals"]}
     for _ in range(len(notes["literals"]) + 1):
         notes["retry"] = False
         root = _Root(model, call, declarations, notes)
         gm = _export(root, tensors, inference)
         if not notes["retry"]:
             break
+    if notes["changed"]:
+        raise _HostStateError(
+            f"the forward changes {', '.join(notes['changed'])} at every call, which a graph would do once, at its"
+            " trace: keep such state in registered buffers, and update them in place."
+        )
     gm.graph.set_codegen(fx.graph.CodeGen())  # inputs and outputs are flat: no pytree at each call
-    gm.graph.eliminate_dead_code()
+    gm = erase_dead_nodes(gm)
     gm._forward_pre_hooks.clear()  # shape checks: the caller's signature is one already
     gm.recompile()
-    return _trace_of(gm, notes["infos"], notes["template"], notes["paths"], notes["spec"], "export", inference)
+    trace = _trace_of(gm, notes["infos"], notes["template"], notes["paths"], notes["spec"], "export", inference)
+    trace.literals = notes["used"]
+    roots, inputs = storage_roots(gm.graph), placeholders(gm.graph)
+    touched = {roots[target] for node in gm.graph.nodes for target in written(node)}
+    trace.writes_inputs = [i for i, node in enumerate(inputs) if node in touched]
+    return trace
 
 
 def _trace_of(
@@ -467,9 +590,9 @@ def _trace_of(
     return Trace(gm, infos, spec, template, names, tracer, inference=inference, paths=paths)
 
 
-def _export(root: nn.Module, tensors: Sequence[Tensor], inference: bool) -> fx.GraphModule:
+def _export(root: _Root, tensors: Sequence[Tensor], inference: bool) -> fx.GraphModule:
     try:
-        with run_mode(inference), warnings.catch_warnings(), _quiet():
+        with run_mode(inference), warnings.catch_warnings(), _quiet(), _refuse_writes(root.model):
             warnings.simplefilter("ignore")  # export warns of its own internals
             exported = torch.export.export(root, tuple(tensors), strict=False)
             if "check_guards" in inspect.signature(exported.module).parameters:
@@ -489,14 +612,64 @@ def _export(root: nn.Module, tensors: Sequence[Tensor], inference: bool) -> fx.G
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Export prints half-built graphs through the root logger's handlers when it fails; the error says enough."""
-    logger = logging.getLogger("torch")
-    before = logger.disabled
-    logger.disabled = True
+    """Keep an export that fails from logging, and from printing its half-built graph: the error says enough."""
+    thread = threading.get_ident()
+
+    def is_elsewhere(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
+    loggers = [logging.getLogger(name) for name in names]
+    for logger in loggers:
+        logger.addFilter(is_elsewhere)
     try:
-        yield
+        with contextlib.redirect_stderr(_WithoutGraphs(sys.stderr, thread)):
+            yield
     finally:
-        logger.disabled = before
+        for logger in loggers:
+            logger.removeFilter(is_elsewhere)
+
+
+class _WithoutGraphs:
+    """Standard error without the graphs that one thread prints."""
+
+    def __init__(self, stream: Any, thread: int) -> None:
+        self._stream = stream
+        self._thread = thread
+        self._dropped = False
+
+    def write(self, text: str) -> int:
+        mine = threading.get_ident() == self._thread
+        drop = mine and ("def forward(self" in text or (self._dropped and text == "\n"))
+        if mine:
+            self._dropped = drop
+        return len(text) if drop else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def _refuse_writes(model: nn.Module) -> Iterator[None]:
+    """Refuse an export that writes a tensor which is a plain attribute: export would write it once, for real."""
+    state = HostState(model)
+    with _AttributeGuard(state.tensors) if state.tensors else contextlib.nullcontext():
+        yield
+
+
+class _AttributeGuard(TorchDispatchMode):
+    def __init__(self, attributes: dict[int, str]) -> None:
+        super().__init__()
+        self._attributes = attributes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _written_by(func, args, kwargs or {}):
+            if (label := self._attributes.get(storage_key(tensor))) is not None:
+                raise _HostStateError(
+                    f"the forward writes {label}, a tensor that is a plain attribute, so a graph would get a copy of"
+                    " its own: make it a registered buffer."
+                )
+        return func(*args, **(kwargs or {}))
 
 
 # ---- opaque --------------------------------------------------------------------------------------------------------
@@ -521,17 +694,19 @@ class OpaqueRoot(nn.Module):
         args, kwargs = self._call.build(tensors)
         with Marking(self._declarations, emit=False).hooked() as marking:
             out = self.model(*args, **kwargs)
-        check_marked(out, marking)
         leaves, template, paths, spec = flatten_output(out)
-        shape = (template, spec, list(marking.infos))
+        check_marked(out, marking)
+        marked = [(tensor.shape, tensor.dtype) for tensor in _marked_tensors(marking)]
+        found = {"structure": spec, "spans": list(marking.infos), "spanned shapes": marked, "constants": template}
         if self._expected is None:
-            self._expected = shape
+            self._expected = found
             self.notes = (marking.infos, template, paths, spec)
-        elif self._expected != shape:
+        elif changed := [what for what, value in found.items() if value != self._expected[what]]:
+            what = changed[0]
             raise TraceError(
-                f"the model returned another structure than at its first run: {len(leaves)} tensors and spans for"
-                f" {[name for _, name in marking.infos]}, then {[name for _, name in self._expected[2]]}. One signature"
-                " must always return the same outputs and spans; use another walk or a constant argument."
+                f"the model's output has other {what} than at its first run: {found[what]}, not"
+                f" {self._expected[what]}. One signature must always return the same outputs and spans; use another"
+                " walk or a constant argument."
             )
         for value, spans in marking.values.values():
             leaves.append(value)
@@ -548,23 +723,16 @@ def trace_opaquely(
     *,
     inference: bool,
     verify: str,
+    generators: Sequence[torch.Generator] = (),
 ) -> Trace:
-    """Trace by running the model once; the run leaves no trace in buffers and generators.
+    """Trace by running the model once; the run leaves no trace in buffers, other state and generators.
 
     Raises:
         HostReadError: if the forward reads device values on the host and `verify` is "error".
         DeclarationError, or whatever the forward raises.
     """
     root = OpaqueRoot(model, call, declarations)
-    watch = Watch(model)
-    device = tensors[0].device if tensors else torch.device("cpu")
-    bound = [(fqn, module._buffers, dict(module._buffers)) for fqn, module in model.named_modules()]
-    with run_mode(inference), preserve_generators(device), watch:
-        leaves = root(*tensors)
-    rebinds = []
-    for fqn, buffers, before in bound:
-        rebinds += [f"{fqn}.{n}".lstrip(".") for n, b in before.items() if buffers.get(n) is not b]
-        buffers.update(before)
+    (leaves, watch), rebinds = _settle(model, lambda: _run_watched(model, root, tensors, inference, generators))
     if watch.reads and verify != "off":
         error = host_read_error(watch.reads)
         if verify == "error":
@@ -572,11 +740,45 @@ def trace_opaquely(
         warnings.warn(f"running uncaptured: {error}", stacklevel=2)
     infos, template, paths, spec = root.notes
     num_outputs = sum(not isinstance(leaf, Constant) for leaf in template)
-    gm = _opaque_graph(root, tensors, leaves, infos, watch.external, num_outputs=num_outputs)
+    gm = _opaque_graph(root, tensors, leaves, infos, watch.external | watch.owned, num_outputs=num_outputs)
     trace = _trace_of(gm, infos, template, paths, spec, "opaque", inference)
     trace.captures, trace.rebinds = not watch.reads, rebinds
+    trace.writes_inputs = [i for i, tensor in enumerate(tensors) if storage_key(tensor) in watch.written]
     trace.diagnostics.extend(watch.reads)
     return trace
+
+
+def _run_watched(
+    model: nn.Module,
+    run: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    inference: bool,
+    generators: Sequence[torch.Generator],
+) -> tuple[Any, Watch]:
+    watch = Watch(model, tensors)
+    device = tensors[0].device if tensors else torch.device("cpu")
+    with run_mode(inference), preserve_generators(device, generators), watch:
+        return run(*tensors), watch
+
+
+def _settle(model: nn.Module, run: Callable[[], tuple[Any, Watch]]) -> tuple[tuple[Any, Watch], list[str]]:
+    """Run a forward; and where that changed something on the host once more, to see whether each call does so (a
+    counter, a cache that grows) or only the first (a table built on first use).
+
+    Returns what the first run returned, and what each call changes; where it does, all is as before, else the table
+    stays.
+    """
+    before = HostState(model)
+    first = run()
+    if not before.changes():
+        return first, []
+    between = HostState(model)
+    _, watch = run()
+    changed = [c.label for c in between.changes() if between.is_buffers(c.box) or c.is_state(watch.used)]
+    changed += [label for key, label in between.tensors.items() if key in watch.written and key not in before.tensors]
+    if changed:
+        before.restore()
+    return first, changed
 
 
 def _opaque_graph(
@@ -628,13 +830,8 @@ def _example(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def storage_key(tensor: Tensor) -> int:
-    """Identity of a tensor's memory."""
-    return tensor.untyped_storage()._cdata
-
-
 def _clone_external(graph: fx.Graph, external: set[int], leaves: Sequence[Tensor], nodes: list[fx.Node]) -> None:
-    """Clone outputs in memory that the forward did not make (inputs, weights, caches): the next step may overwrite it."""
+    """Clone outputs in memory that the forward did not make (inputs, weights, caches): the next step may write it."""
     clones: dict[fx.Node, fx.Node] = {}
     for i, leaf in enumerate(leaves):
         if storage_key(leaf) in external:
@@ -665,9 +862,10 @@ def _as_view_of(graph: fx.Graph, leaf: Tensor, value: Tensor, node: fx.Node) -> 
         return None
     ones = [d for d in range(1, value.ndim) if value.shape[d] == 1]
     view = graph.call_function(aten.permute.default, (node, [0, *order, *ones]))
-    view.meta["val"] = _example(value.permute(0, *order, *ones))
+    view.meta["val"] = node.meta["val"].permute(0, *order, *ones)
+    shown = view.meta["val"].view(leaf.shape)
     view = graph.call_function(aten.view.default, (view, list(leaf.shape)))
-    view.meta["val"] = _example(leaf)
+    view.meta["val"] = shown
     return view
 
 
@@ -679,16 +877,15 @@ class SavedMemory:
 
     def before(self, func: Any, args: Any, kwargs: Any, belongs: Callable[[Tensor], bool]) -> None:
         """Save what `func(*args, **kwargs)` is about to write, of the tensors for which `belongs` holds."""
-        if not func._schema.is_mutable:
-            return
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            for tensor in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(tensor, Tensor) and storage_key(tensor) not in self._saved and belongs(tensor):
-                    storage = tensor.untyped_storage()
-                    self._saved[storage_key(tensor)] = (storage, storage.clone())
+        for tensor in _written_by(func, args, kwargs):
+            if storage_key(tensor) not in self._saved and belongs(tensor):
+                storage = tensor.untyped_storage()
+                self._saved[storage_key(tensor)] = (storage, storage.clone())
+
+    @property
+    def keys(self) -> set[int]:
+        """Identities of the memory that was saved, and so written."""
+        return set(self._saved)
 
     def restore(self) -> None:
         """Put everything back."""
@@ -696,30 +893,90 @@ class SavedMemory:
             storage.copy_(copy)
 
 
-class Watch(TorchDispatchMode):
-    """Runs forwards without leaving a trace in the model's parameters and buffers, and notes host reads."""
+def _written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Tensors that an operator call writes."""
+    return [value for value in written_values(func, args, kwargs) if isinstance(value, Tensor)]
 
-    def __init__(self, model: nn.Module) -> None:
+
+class Watch(TorchDispatchMode):
+    """Runs forwards without leaving a trace in the model's tensors and generators and in `inputs`; notes host reads.
+
+    Attributes:
+        reads: SG401, one per host read.
+        external: storages that operators used and did not make.
+        owned: storages of the model and the inputs.
+        state: the host's state before.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self.reads: list[Diagnostic] = []
-        self.external: set[int] = set()  # storages that operators used and did not make
+        self.external: set[int] = set()
+        self.state = HostState(model)
         self._made: set[int] = set()
         self._memory = SavedMemory()
-        self._owned = {storage_key(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+        self.owned = {storage_key(tensor) for tensor in [*model.parameters(), *model.buffers(), *inputs]}
+        self.owned |= self.state.tensors.keys()
+        self._calls = _Calls(self._note)
+
+    @property
+    def used(self) -> set[int]:
+        """Ids of the tensors that were used."""
+        return self._calls.used
+
+    @property
+    def written(self) -> set[int]:
+        """Identities of the model's and inputs' memory that was written."""
+        return self._memory.keys
+
+    def _note(self, what: str) -> None:
+        self.reads.append(diagnose_read(what, user_line()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if what := read_by(func, args, kwargs):
-            self.reads.append(diagnose_read(what, user_line()))
-        self._memory.before(func, args, kwargs, lambda tensor: storage_key(tensor) in self._owned)
+            self._note(what)
+        self._memory.before(func, args, kwargs, lambda tensor: storage_key(tensor) in self.owned)
         self.external.update(_storages((args, kwargs)) - self._made)
         out = func(*args, **kwargs)
         self._made.update(_storages(out) - self.external)
         return out
 
-    def __exit__(self, *exc: Any) -> None:
+    def __enter__(self) -> Self:
+        self._generators = [(generator, generator.get_state()) for generator in self.state.generators]
+        self._calls.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)
+        self._calls.__exit__(*exc)
         self._memory.restore()
+        for generator, state in self._generators:
+            generator.set_state(state)
+
+
+# Reads that reach no operator on CPU, and another one (a copy) elsewhere.
+_HOST_CALLS = {
+    Tensor.tolist: "a tensor's values (.tolist())",
+    Tensor.numpy: "a tensor's values (.numpy())",
+    Tensor.__array__: "a tensor's values (numpy)",
+}
+
+
+class _Calls(TorchFunctionMode):
+    """Notes which tensors a forward uses, and host reads that reach no operator."""
+
+    def __init__(self, note: Callable[[str], None] | None = None) -> None:
+        super().__init__()
+        self.used: set[int] = set()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.used.update(id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        if self._note is not None and (what := _HOST_CALLS.get(func)):
+            self._note(what)
+        return func(*args, **(kwargs or {}))
 
 
 def _storages(tree: Any) -> set[int]:
@@ -738,39 +995,104 @@ def user_line() -> str:
 
 
 def trace_model(
-    model: nn.Module, walk: str, call: CallSpec, tensors: Sequence[Tensor], *, tracer: str, verify: str
+    model: nn.Module,
+    walk: str,
+    call: CallSpec,
+    tensors: Sequence[Tensor],
+    *,
+    tracer: str,
+    verify: str,
+    generators: Sequence[torch.Generator] = (),
 ) -> Trace:
     """Trace `model` for one signature.
 
     Args:
         tracer: `"export"`, `"opaque"`, or `"auto"`: export, and opaquely where that fails, with the reason recorded.
         verify: `"error"`, `"warn"` or `"off"`: what to do about host reads.
+        generators: what the model draws from; they are left as they are.
 
     Raises:
         TraceError, HostReadError, DeclarationError, or what the forward raises.
     """
+    refuse_nested()
     with _TRACE_LOCK:
-        declarations = find_declarations(model, walk)
-        inference = any(t.is_inference() for t in [*model.parameters(), *model.buffers()])
-        with run_mode(inference):
-            examples = [t.detach().clone() if t.is_inference() and not inference else t.detach() for t in tensors]
-        device_type = examples[0].device.type if examples else "cpu"
-        autocast = (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
-        reason = ""
-        trace: Trace | None = None
-        if tracer != "opaque":
+        _tracing.active = True
+        try:
+            with preserve_random():
+                return _trace_model(model, walk, call, tensors, tracer, verify, generators)
+        finally:
+            _tracing.active = False
+
+
+def refuse_nested() -> None:
+    """Refuse to launch inside a trace: the launch would be traced, or happen once.
+
+    Raises:
+        TraceError: if this thread is tracing.
+    """
+    if _tracing.active:
+        raise TraceError(
+            "the forward of a compiled model launches another compiled model: call the plain module inside, and compile"
+            " the whole, or launch one after the other outside."
+        )
+
+
+def _trace_model(
+    model: nn.Module,
+    walk: str,
+    call: CallSpec,
+    tensors: Sequence[Tensor],
+    tracer: str,
+    verify: str,
+    generators: Sequence[torch.Generator],
+) -> Trace:
+    declarations = find_declarations(model, walk)
+    inference = any(t.is_inference() for t in [*model.parameters(), *model.buffers()])
+    with run_mode(inference):
+        examples = [t.detach().clone() if t.is_inference() and not inference else t.detach() for t in tensors]
+    device_type = examples[0].device.type if examples else "cpu"
+    autocast = (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+    reason = ""
+    trace: Trace | None = None
+
+    def run(*tensors: Tensor) -> None:
+        args, kwargs = call.build(tensors)
+        model(*args, **kwargs)
+
+    if tracer != "opaque":
+        try:
             try:
                 trace = export_model(model, call, examples, declarations, inference=inference)
-            except HostReadError:
-                raise
-            except TraceError as error:
-                if tracer == "export":
+            except _HostStateError:
+                _, changed = _settle(model, lambda: _run_watched(model, run, examples, inference, generators))
+                if changed:
                     raise
-                reason = str(error)
-        if trace is None:
-            trace = trace_opaquely(model, call, examples, declarations, inference=inference, verify=verify)
-        trace.reason, trace.autocast = reason, autocast
-        return trace
+                trace = export_model(model, call, examples, declarations, inference=inference)
+        except HostReadError:
+            raise
+        except TraceError as error:
+            if tracer == "export":
+                raise
+            reason = str(error)
+    if trace is None:
+        trace = trace_opaquely(
+            model, call, examples, declarations, inference=inference, verify=verify, generators=generators
+        )
+    trace.reason, trace.autocast = reason, autocast
+    return trace
+
+
+def locate_reads(
+    model: nn.Module, walk: str, call: CallSpec, tensors: Sequence[Tensor], found: HostReadError
+) -> HostReadError:
+    """The same error with the lines that read: an exported graph knows those of forwards, not of what they call."""
+    try:
+        trace_model(model, walk, call, tensors, tracer="opaque", verify="error")
+    except HostReadError as located:
+        return located
+    except SpangraphError:
+        pass  # what else it is will show where the reads are mended
+    return found
 
 
 def retrace_uncaptured(

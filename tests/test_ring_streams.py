@@ -1,4 +1,4 @@
-"""Streams and threads: nothing is overwritten while somebody may still read it, and one launch order serves them all."""
+"""Streams and threads: nothing is overwritten while somebody may still read it, and all share one launch order."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spangraph import Step
+from spangraph import RingFullError, Step, StepTimeoutError
 from spangraph.testing import SimulatedDevice, SimulatedStream
 
 from .rig import Batch, Engine, assert_rows
@@ -21,7 +21,6 @@ class Consumer:
         self.stream: SimulatedStream = device.new_stream()
         self._may_read = threading.Event()
         self._copies: list[Tensor] = []
-        self._done: list[Step | None] = []
 
     def read(self, view: Tensor) -> None:
         """Enqueue the reading kernel."""
@@ -40,6 +39,12 @@ class Consumer:
         return self._copies
 
 
+def assert_held(step: Step) -> None:
+    """The device holds the step back; without the wait in front of it, it would be done within that time."""
+    with pytest.raises(StepTimeoutError, match="was not done within"):
+        step.wait(timeout=0.03)
+
+
 def test_a_launch_waits_on_the_device_for_the_stream_that_released() -> None:
     """K40: output re-used while a consumer's kernel on another stream still reads it."""
     engine = Engine()
@@ -48,7 +53,7 @@ def test_a_launch_waits_on_the_device_for_the_stream_that_released() -> None:
     with engine.device.use_stream(consumer.stream), step:
         consumer.read(step.rows()[2])
     later = engine.launch(second)  # at once: does not block
-    assert not later.is_done
+    assert_held(later)
     assert torch.equal(consumer.finish()[0], batch.rows()[2])
     assert_rows(later.rows(), second.rows())
 
@@ -62,7 +67,7 @@ def test_rows_read_on_one_stream_and_released_on_another() -> None:
         consumer.read(step.rows()[0])
     step.release()
     later = engine.launch(second)
-    assert not later.is_done
+    assert_held(later)
     assert torch.equal(consumer.finish()[0], batch.rows()[0])
     assert_rows(later.rows(), second.rows())
 
@@ -76,7 +81,7 @@ def test_a_step_that_is_dropped_after_its_rows_went_to_another_stream() -> None:
         consumer.read(step.rows()[3])
     del step
     later = engine.launch(second)
-    assert not later.is_done
+    assert_held(later)
     assert torch.equal(consumer.finish()[0], batch.rows()[3])
     assert_rows(later.rows(), second.rows())
 
@@ -119,7 +124,7 @@ def test_poison_from_another_stream_does_not_hit_the_next_launch() -> None:
         step.release()
     batch = Batch.of([(0, 6)] * 4)
     later = engine.launch(batch)
-    assert not later.is_done
+    assert_held(later)
     gate.set()
     assert_rows(later.rows(), batch.rows())
     device.synchronize()
@@ -128,23 +133,22 @@ def test_poison_from_another_stream_does_not_hit_the_next_launch() -> None:
 
 def test_a_refused_launch_does_not_lose_the_poison_of_a_dropped_step() -> None:
     """The refused launch reaped the step on its own stream, and the next launch came from another one."""
-    engine = Engine(depth=2, lanes=1)
+    engine = Engine(depth=2)
     device, other = engine.device, engine.device.new_stream()
     gate = threading.Event()
-    dropped = engine.launch(Batch.random()).wait()
-    holder = engine.stager.stage  # nothing of the ring
-    assert holder
+    dropped, leased = (engine.launch(Batch.random()).wait() for _ in range(2))
     with device.use_stream(other):
-        device.launch(lambda: gate.wait(60))
+        device.launch(lambda: gate.wait(60))  # what the poison is behind
         del dropped
-        engine.ring._reap()
+        with pytest.raises(RingFullError, match="still leased by step 2"):
+            engine.launch(Batch.random(), lane=1)
     batch = Batch.of([(0, 6)] * 4)
-    later = engine.launch(batch)
-    assert not later.is_done
+    later = engine.launch(batch, lane=0)
+    assert_held(later)
     gate.set()
-    assert_rows(later.rows(), batch.rows())
     device.synchronize()
     assert_rows(later.rows(), batch.rows())
+    leased.release()
 
 
 def test_launches_on_different_streams_keep_their_order() -> None:
@@ -160,7 +164,8 @@ def test_launches_on_different_streams_keep_their_order() -> None:
         with engine.device.use_stream(stream):
             batch = Batch.random()
             launched.append((engine.launch(batch), batch))
-    assert not any(step.is_done for step, _ in launched)
+    for step, _ in launched:
+        assert_held(step)
     gate.set()
     for step, batch in reversed(launched):
         with step:
@@ -196,6 +201,24 @@ def test_a_failed_wait_is_settled_in_stream_order() -> None:
     assert_rows(step.rows(), batch.rows())
     with pytest.raises(RuntimeError, match="its slot holds generation 0 instead of generation 2"):
         lost_too.rows()
+
+
+def test_settling_the_cursor_does_not_overtake_steps_in_flight() -> None:
+    """The mirrored case: the wait failed, but the step was staged; so is the next one, on the stream that is behind."""
+    engine = Engine(depth=3)
+    gate, batches = threading.Event(), [Batch.random() for _ in range(3)]
+    engine.device.fail_next("wait")
+    lost = engine.launch(batches[0])
+    engine.device.launch(lambda: gate.wait(60))
+    second = engine.launch(batches[1])
+    with pytest.raises(RuntimeError, match="simulated wait failure"):
+        lost.wait()
+    with engine.device.use_stream(engine.device.new_stream()):
+        third = engine.launch(batches[2])
+    assert_held(third)
+    gate.set()
+    assert_rows(second.rows(), batches[1].rows())
+    assert_rows(third.rows(), batches[2].rows())
 
 
 @pytest.mark.parametrize("streams", ["one stream", "a stream each"])

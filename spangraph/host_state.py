@@ -1,0 +1,157 @@
+"""What a forward changes on the host, where no graph sees it.
+
+A graph repeats what operators do. A counter, a list that grows, or a tensor bound to another attribute happen once, at
+the trace. The tracer notes such state before a forward and compares afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# What torch keeps in a module; the last two are what an RNN makes of its parameters.
+_INTERNAL = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something on the host that is not as it was: `box[key]`, or all of `box` where it has no keys."""
+
+    label: str
+    box: Any
+    old: Any
+    new: Any
+
+    def is_state(self, used: set[int]) -> bool:
+        """Whether a later call may see it: a tensor that is bound anew before it is used does not count."""
+        return not (isinstance(self.old, Tensor) and isinstance(self.new, Tensor)) or id(self.old) in used
+
+
+class HostState:
+    """What a forward may change on the host, where no graph sees it: attributes of modules, containers and objects in
+    them, and which tensors are bound to parameters and buffers.
+
+    Attributes:
+        tensors: memory -> label, of the tensors that are plain attributes.
+        generators: torch generators among the attributes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors: dict[int, str] = {}
+        self.generators: list[torch.Generator] = []
+        self._boxes: list[tuple[str, Any, Any]] = []  # label, container, copy
+        self._seen: set[int] = set()
+        self._buffers: set[int] = set()
+        self._modules: set[int] = set()
+        self._registered = {storage_key(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+        for fqn, module in model.named_modules():
+            prefix = f"{fqn}." if fqn else ""
+            self._buffers.add(id(module._buffers))
+            self._modules.add(id(module.__dict__))
+            boxes = (module._parameters, module._buffers, module.__dict__)
+            for box in filter(lambda box: isinstance(box, dict), boxes):  # a ScriptModule has wrappers
+                self._boxes.append((prefix, box, dict(box)))
+            for name, value in module.__dict__.items():
+                if name not in _INTERNAL:
+                    self._look_into(prefix + name, value)
+
+    def is_buffers(self, box: Any) -> bool:
+        """Whether it is a module's dict of buffers."""
+        return id(box) in self._buffers
+
+    def _look_into(self, label: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            if value.layout is torch.strided and storage_key(value) not in self._registered:
+                self.tensors.setdefault(storage_key(value), label)
+            return
+        if isinstance(value, torch.Generator):
+            self.generators.append(value)
+        if isinstance(value, _ATOMS) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        box = vars(value) if _is_plain_object(value) else value
+        if isinstance(box, dict | list | deque | set):
+            self._boxes.append((f"{label}." if isinstance(box, dict) else label, box, box.copy()))
+        if isinstance(box, dict):
+            for key, child in list(box.items()):
+                self._look_into(f"{label}.{key}", child)
+        elif isinstance(box, list | deque | tuple):
+            for i, child in enumerate(box):
+                self._look_into(f"{label}[{i}]", child)
+
+    def changes(self) -> list[Change]:
+        """What is not as it was."""
+        found = []
+        for label, box, before in self._boxes:
+            if isinstance(box, dict):
+                for key in self._keys(box, before):
+                    old, new = before.get(key, _MISSING), box.get(key, _MISSING)
+                    if not _is_same(old, new):
+                        found.append(Change(f"{label}{key}", box, old, new))
+            elif not _is_same(before, box):
+                found.append(Change(label, box, before, box))
+        return found
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for _, box, before in self._boxes:
+            if isinstance(box, dict):
+                for key in self._keys(box, before):
+                    if key not in before:
+                        del box[key]
+                    elif box.get(key, _MISSING) is not before[key]:
+                        box[key] = before[key]
+            elif not _is_same(before, box):
+                box.clear()
+                box.update(before) if isinstance(box, set) else box.extend(before)
+
+    def _keys(self, box: dict[Any, Any], before: dict[Any, Any]) -> list[Any]:
+        keys = [*before, *(key for key in box if key not in before)]
+        return [key for key in keys if key not in _INTERNAL] if id(box) in self._modules else keys
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether it is an object of a class that is neither Python's, torch's nor ours, and no module."""
+    package = type(value).__module__.partition(".")[0]
+    known = package in sys.stdlib_module_names or package in ("torch", "numpy", "spangraph")
+    return not known and hasattr(value, "__dict__") and not isinstance(value, type | nn.Module)
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    if type(old) is not type(new):
+        return False
+    if isinstance(old, list | deque | tuple):
+        return len(old) == len(new) and all(map(_is_same, old, new))
+    return old is new or (isinstance(old, (*_ATOMS, set)) and old == new)
+
+
+@contextlib.contextmanager
+def preserve_random() -> Iterator[None]:
+    """Put the random states of Python and numpy back to where they were.
+
+    That a forward draws from them is no reason to refuse it: some draw, and do not use what they drew.
+    """
+    state = random.getstate()
+    numpy = sys.modules.get("numpy.random")
+    numpy_state = None if numpy is None else numpy.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.set_state(numpy_state)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identity of a tensor's memory."""
+    return tensor.untyped_storage()._cdata
