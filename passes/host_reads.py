@@ -57,6 +57,8 @@ _FIX = (
 
 def read_by(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """What an operator call reads on the host, or None. `args` hold tensors or example values."""
+    if isinstance(target, torch._ops.HigherOrderOperator) and target.name() in ("cond", "while_loop"):
+        return "which branch to take (torch.cond, while_loop)"
     if not isinstance(target, torch._ops.OpOverload):
         return None
     name = target._schema.name

@@ -151,7 +151,7 @@ def _hoist_from(call: fx.Node) -> int:
                 mark.replace_input_with(staged, clone_of(staged))
         args = tuple(outer(arg) if isinstance(arg, fx.Node) else arg for arg in mark.args)
         with graph.inserting_after(last):
-            last = graph.call_function(mark.target, args)  # type: ignore[arg-type]
+            last = graph.call_function(mark.target, args)
         last.meta["stack_trace"] = mark.meta.get("stack_trace")
         module.graph.erase_node(mark)
     out.args = (tuple(results),)

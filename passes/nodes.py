@@ -57,7 +57,8 @@ def is_call(node: fx.Node, target: Any) -> bool:
 
 def output_node(graph: fx.Graph) -> fx.Node:
     """The graph's output node; its first argument is a flat tuple."""
-    return next(node for node in reversed(graph.nodes) if node.op == "output")
+    node: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
+    return node
 
 
 def result_nodes(graph: fx.Graph) -> list[fx.Node]:
@@ -134,7 +135,7 @@ def _memory(node: fx.Node) -> int | None:
     example = val(node)
     if not isinstance(example, Tensor) or example.layout is not torch.strided:
         return None
-    return example.untyped_storage()._cdata
+    return int(example.untyped_storage()._cdata)
 
 
 def aliased(node: fx.Node) -> fx.Node | None:
@@ -172,8 +173,10 @@ def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         base = aliased(node)
         if memory is not None and memory in owners:
             roots[node] = owners[memory]
+        elif base is None or (memory is not None and is_call(node, operator.getitem)):  # one of several new tensors
+            roots[node] = owners[memory] = node
         else:
-            roots[node] = owners[memory] = node if base is None else roots[base]
+            roots[node] = owners[memory] = roots[base]
     return roots
 
 

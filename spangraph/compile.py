@@ -21,18 +21,10 @@ from spangraph.passes.marks import public_names
 from spangraph.passes.nodes import val
 from spangraph.stager import StagerCore, Tail, make_cut
 from spangraph.step import Cut, Step, profiled
-from spangraph.trace import (
-    CallSpec,
-    Constant,
-    Trace,
-    Watch,
-    is_constant,
-    locate_reads,
-    normalise_call,
-    refuse_nested,
-    retrace_uncaptured,
-    trace_model,
-)
+from spangraph.structure import CallSpec, Constant, is_constant, normalise_call
+from spangraph.trace import Trace
+from spangraph.tracer import locate_reads, refuse_nested, retrace_uncaptured, trace_model
+from spangraph.watch import Watch
 from spangraph.weights import Weights
 
 _logger = logging.getLogger("spangraph")
@@ -55,6 +47,10 @@ def compile(
 
     Each input signature (shapes, dtypes, devices, non-tensor constants) is traced and captured at its first launch.
     The model must not run elsewhere meanwhile.
+
+    Tensors change from step to step; what Python computes at the trace does not (`random`, clocks). State that the
+    forward keeps on the host (a counter, a list, a tensor bound to an attribute) is noticed: inline such a model runs
+    opaquely, and where steps are captured it is refused, as is one that writes its inputs in place.
 
     Args:
         model: declares its spanned outputs (`spanned_outputs`, or `spangraph.declare`). Switch to eval mode yourself.

@@ -156,7 +156,8 @@ def _flatten_output_with_keys(out: SpannedOutput) -> tuple[list[tuple[Any, Any]]
 
 
 def _unflatten_output(children: Any, context: tuple[Hashable, ...] | None) -> SpannedOutput:
-    return SpannedOutput(*children, row_ids=context)
+    outputs, spans, values = children
+    return SpannedOutput(outputs, spans, values, context)
 
 
 pytree.register_pytree_node(
@@ -328,7 +329,8 @@ def declare(
     Raises:
         DeclarationError: if nothing is declared, a function is not callable, or the method does not exist.
     """
-    functions = {str(name): fn for name, fn in {**(outputs or {}), **named}.items()}
+    given: dict[Any, SpansOf] = {**(outputs or {}), **named}
+    functions = {str(name): fn for name, fn in given.items()}
     shapes = {str(name): span for name, span in (spans or {}).items()}
     if not functions and not row_values:
         raise DeclarationError("declare() got no outputs: expected name=function, e.g. audio=lambda out, x, n: ...")

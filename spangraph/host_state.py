@@ -21,6 +21,8 @@ from torch import Tensor, nn
 _INTERNAL = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _MISSING = object()
+# Deep enough for a cache: object -> list of layers -> layer -> tensor. A model may also refer to the engine it runs in.
+_MAX_DEPTH = 4
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,14 @@ class HostState:
         """Whether it is a module's dict of buffers."""
         return id(box) in self._buffers
 
-    def _look_into(self, label: str, value: Any) -> None:
+    def _look_into(self, label: str, value: Any, depth: int = 0) -> None:
         if isinstance(value, Tensor):
             if value.layout is torch.strided and storage_key(value) not in self._registered:
                 self.tensors.setdefault(storage_key(value), label)
             return
         if isinstance(value, torch.Generator):
             self.generators.append(value)
-        if isinstance(value, _ATOMS) or id(value) in self._seen:
+        if isinstance(value, _ATOMS) or id(value) in self._seen or depth > _MAX_DEPTH:
             return
         self._seen.add(id(value))
         box = vars(value) if _is_plain_object(value) else value
@@ -84,10 +86,10 @@ class HostState:
             self._boxes.append((f"{label}." if isinstance(box, dict) else label, box, box.copy()))
         if isinstance(box, dict):
             for key, child in list(box.items()):
-                self._look_into(f"{label}.{key}", child)
+                self._look_into(f"{label}.{key}", child, depth + 1)
         elif isinstance(box, list | deque | tuple):
             for i, child in enumerate(box):
-                self._look_into(f"{label}[{i}]", child)
+                self._look_into(f"{label}[{i}]", child, depth + 1)
 
     def changes(self) -> list[Change]:
         """What is not as it was."""
@@ -154,4 +156,4 @@ def preserve_random() -> Iterator[None]:
 
 def storage_key(tensor: Tensor) -> int:
     """Identity of a tensor's memory."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

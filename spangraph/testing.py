@@ -33,8 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spangraph.backends import Backend, Event, Graph, Pinned, poison_, preserve_generators
 from spangraph.errors import CaptureError, InputError
+from spangraph.host_state import storage_key
 from spangraph.passes.host_reads import diagnose_read, read_by
-from spangraph.trace import SavedMemory, storage_key, user_line
+from spangraph.watch import SavedMemory, user_line
 
 T = TypeVar("T")
 _STAGE = torch.ops.spangraph.stage.default

@@ -297,10 +297,14 @@ def _istft(x: Tensor) -> Any:
     return torch.istft(spectrum, 8, window=torch.ones(8))  # reads
 
 
+def _cond(x: Tensor) -> Any:
+    return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x + 1, (x,))  # reads
+
+
 READS = [
     _mask, _masked_assignment, _branch, _truth, _item, _tolist, _numpy, _nonzero, _argwhere, _where, _unique,
     _consecutive, _selected, _repeated, _repeats, _equal, _close, _counted, _one_hot, _indexed, _ranged, _spaced,
-    _histogram, _drawn, _inverse, _istft,
+    _histogram, _drawn, _inverse, _istft, _cond,
 ]  # fmt: skip
 
 
@@ -349,7 +353,7 @@ KEPT = [
 
 
 @pytest.mark.parametrize("trace", ["export", "opaque"])
-@pytest.mark.parametrize("keep", KEPT, ids=str)
+@pytest.mark.parametrize("keep", KEPT, ids=range(len(KEPT)))
 def test_what_stays_on_the_device_is_no_read(keep: Callable[[Tensor], Any], trace: str) -> None:
     x = torch.tensor([[1.0, 2.0, 3.0]])
     run = compiled(plain(lambda self, x: keep(x)), "simulated", trace)

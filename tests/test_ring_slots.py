@@ -162,6 +162,19 @@ def test_what_was_staged_counts_not_what_the_span_tensor_holds_later() -> None:
     assert_rows(step.rows(), batch.rows())
 
 
+def test_a_step_that_was_read_does_not_need_its_slot() -> None:
+    """A slot is busy only until its spans are copied out: it comes round while the step's rows are still in use."""
+    engine = Engine(depth=2)
+    batch = Batch.random()
+    step = engine.launch(batch, lane=0)
+    rows = step.rows()
+    for _ in range(2 * engine.ring.num_slots):
+        engine.launch(Batch.random(), lane=1).wait().release()
+    assert_rows(rows, batch.rows())
+    assert_rows(step.rows(), batch.rows())
+    assert torch.equal(step.row_values("token"), batch.token)
+
+
 def test_a_slot_stays_taken_while_its_dropped_step_is_in_flight() -> None:
     """K14: a slot that is handed out while the device still writes to it. The control records need the same."""
     engine = Engine(depth=2, lanes=1, spanned=False)

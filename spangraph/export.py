@@ -1,0 +1,250 @@
+"""Trace by non-strict `torch.export` at static shapes: hooks emit mark ops, which survive it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spangraph.declare import Declaration
+from spangraph.errors import SpangraphError, TraceError
+from spangraph.host_state import Change, HostState, storage_key
+from spangraph.marking import Marking, check_marked, marked_tensors
+from spangraph.passes.host_reads import erase_dead_nodes
+from spangraph.passes.nodes import placeholders, storage_roots, written
+from spangraph.structure import CallSpec, flatten_output
+from spangraph.trace import HostStateError, Trace, run_mode, trace_of
+from spangraph.watch import Calls, written_by
+
+
+class _Root(nn.Module):
+    """Flat tensors in, flat tensors out; structure and marks are left in `notes`."""
+
+    def __init__(
+        self, model: nn.Module, call: CallSpec, declarations: Sequence[Declaration], notes: dict[str, Any]
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._call = call
+        self._declarations = declarations
+        self._notes = notes
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs = self._call.build(tensors)
+        with _literal_buffers(self.model, self._notes) as calls:
+            before = HostState(self.model)
+            try:
+                with Marking(self._declarations, emit=True).hooked() as marking, calls:
+                    out = self.model(*args, **kwargs)
+                leaves, template, paths, spec = flatten_output(out)
+                changes = [c for c in before.changes() if before.is_buffers(c.box) or c.is_state(calls.used)]
+            finally:
+                before.restore()
+            delivered = [*leaves, *marked_tensors(marking)]
+            self._notes["changed"] = _repeat_rebinds(before, changes, delivered, self._notes)
+        check_marked(out, marking)
+        self._notes.update(infos=marking.infos, template=template, paths=paths, spec=spec)
+        return tuple(leaves)
+
+
+def _repeat_rebinds(
+    before: HostState, changes: Sequence[Change], delivered: Sequence[Tensor], notes: dict[str, Any]
+) -> list[str]:
+    """Write what a forward has bound to a buffer into the buffer itself, as the graph's last nodes.
+
+    Returns the labels of the other changes, which no node can repeat.
+    """
+    memory = {storage_key(tensor) for tensor in delivered}
+    others = []
+    for change in changes:
+        old, new = change.old, change.new
+        if id(old) in notes["held"]:
+            _keep_buffer(notes, id(old))
+        elif (
+            before.is_buffers(change.box)
+            and isinstance(old, Tensor)
+            and isinstance(new, Tensor)
+            and (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+            and storage_key(old) not in memory  # it would be delivered after the write
+        ):
+            old.copy_(new)
+        else:
+            others.append(change.label)
+    return others
+
+
+@contextlib.contextmanager
+def _literal_buffers(model: nn.Module, notes: dict[str, Any]) -> Iterator[Calls]:
+    """Give 0-d int buffers literal values inside the trace, so that reads of them are constants of the graph.
+
+    A buffer that the forward writes must stay a buffer: it is noted in `notes["written"]`, and the trace repeated.
+    Those that the forward uses are noted in `notes["used"]`.
+    """
+    held: dict[int, tuple[dict[str, Tensor | None], str, Tensor, Tensor, int]] = {}
+    for buffers, name, value in notes["literals"]:
+        buffer = buffers[name]
+        if notes["identities"][id(buffers), name] not in notes["written"]:
+            literal = torch.tensor(value, dtype=buffer.dtype)
+            buffers[name] = literal
+            held[id(literal)] = (buffers, name, buffer, literal, literal._version)
+    notes["held"] = {key: notes["identities"][id(buffers), name] for key, (buffers, name, *_) in held.items()}
+    calls = Calls()
+    try:
+        yield calls  # to be entered for the forward alone
+    finally:
+        for key, (buffers, name, buffer, literal, version) in held.items():
+            if literal._version != version:
+                _keep_buffer(notes, key)
+            buffers[name] = buffer
+    used = {(id(buffers), name) for key, (buffers, name, *_) in held.items() if key in calls.used}
+    notes["used"] = [literal for literal in notes["literals"] if (id(literal[0]), literal[1]) in used]
+
+
+def _keep_buffer(notes: dict[str, Any], literal: int) -> None:
+    notes["written"].add(notes["held"][literal])
+    notes["retry"] = True
+
+
+def _int_buffers(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str, int]]:
+    return [
+        (module._buffers, name, int(buffer.item()))
+        for module in model.modules()
+        if isinstance(module._buffers, dict)  # not a ScriptModule's
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+        and buffer.ndim == 0
+        and not buffer.is_floating_point()
+        and not buffer.is_complex()
+        and buffer.dtype is not torch.bool
+    ]
+
+
+def export_model(
+    model: nn.Module, call: CallSpec, tensors: Sequence[Tensor], declarations: Sequence[Declaration], *, inference: bool
+) -> Trace:
+    """Trace by non-strict `torch.export` at static shapes.
+
+    Raises:
+        TraceError: if the model does not export; the message says why.
+        DeclarationError: as raised by the hooks.
+    """
+    notes: dict[str, Any] = {"written": set()}
+    # Literals are given only to buffers that hold a Python-readable value; bools are flags that code branches on.
+    notes["literals"] = _int_buffers(model)
+    # Of the buffers themselves: inside the trace fake ones stand in for them, new ones each time.
+    notes["identities"] = {(id(buffers), name): id(buffers[name]) for buffers, name, _ in notes["literals"]}
+    for _ in range(len(notes["literals"]) + 1):
+        notes["retry"] = False
+        root = _Root(model, call, declarations, notes)
+        gm = _export(root, tensors, inference)
+        if not notes["retry"]:
+            break
+    if notes["changed"]:
+        raise HostStateError(
+            f"the forward changes {', '.join(notes['changed'])} at every call, which a graph would do once, at its"
+            " trace: keep such state in registered buffers, and update them in place."
+        )
+    gm.graph.set_codegen(fx.graph.CodeGen())  # inputs and outputs are flat: no pytree at each call
+    gm = erase_dead_nodes(gm)
+    gm._forward_pre_hooks.clear()  # shape checks: the caller's signature is one already
+    gm.recompile()
+    trace = trace_of(gm, notes["infos"], notes["template"], notes["paths"], notes["spec"], "export", inference)
+    trace.literals = notes["used"]
+    roots, inputs = storage_roots(gm.graph), placeholders(gm.graph)
+    touched = {roots[target] for node in gm.graph.nodes for target in written(node)}
+    trace.writes_inputs = [i for i, node in enumerate(inputs) if node in touched]
+    return trace
+
+
+def _export(root: _Root, tensors: Sequence[Tensor], inference: bool) -> fx.GraphModule:
+    try:
+        with run_mode(inference), warnings.catch_warnings(), _quiet(), _refuse_writes(root.model):
+            warnings.simplefilter("ignore")  # export warns of its own internals
+            exported = torch.export.export(root, tuple(tensors), strict=False)
+            if "check_guards" in inspect.signature(exported.module).parameters:
+                return exported.module(check_guards=False)
+            return exported.module()
+    except SpangraphError:
+        raise
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:  # export wraps what forward raised
+            if isinstance(cause, SpangraphError):
+                raise cause from None
+            cause = cause.__cause__ or cause.__context__
+        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise TraceError(f"torch.export failed: {type(error).__name__}: {first}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep an export that fails from logging, and from printing its half-built graph: the error says enough."""
+    thread = threading.get_ident()
+
+    def is_elsewhere(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
+    loggers = [logging.getLogger(name) for name in names]
+    for logger in loggers:
+        logger.addFilter(is_elsewhere)
+    try:
+        with contextlib.redirect_stderr(_WithoutGraphs(sys.stderr, thread)):
+            yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_elsewhere)
+
+
+class _WithoutGraphs:
+    """Standard error without the graphs that one thread prints."""
+
+    def __init__(self, stream: Any, thread: int) -> None:
+        self._stream = stream
+        self._thread = thread
+        self._dropped = False
+
+    def write(self, text: str) -> int:
+        mine = threading.get_ident() == self._thread
+        drop = mine and ("def forward(self" in text or (self._dropped and text == "\n"))
+        if mine:
+            self._dropped = drop
+        return len(text) if drop else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def _refuse_writes(model: nn.Module) -> Iterator[None]:
+    """Refuse an export that writes a tensor which is a plain attribute: export would write it once, for real."""
+    state = HostState(model)
+    with _AttributeGuard(state.tensors) if state.tensors else contextlib.nullcontext():
+        yield
+
+
+class _AttributeGuard(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, attributes: dict[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._attributes = attributes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in written_by(func, args, kwargs or {}) if isinstance(func, OpOverload) else ():
+            if (label := self._attributes.get(storage_key(tensor))) is not None:
+                raise HostStateError(
+                    f"the forward writes {label}, a tensor that is a plain attribute, so a graph would get a copy of"
+                    " its own: make it a registered buffer."
+                )
+        return func(*args, **(kwargs or {}))

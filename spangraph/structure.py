@@ -1,0 +1,147 @@
+"""A model's call and output as flat tensors: what is copied in, what is baked in, and how to rebuild the structure."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from spangraph.declare import SpannedOutput
+from spangraph.errors import TraceError
+
+# Leaves of (args, kwargs) that may be baked into a graph: compared by type and value.
+_CONSTANTS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An output leaf that is not a tensor."""
+
+    value: Any
+
+
+def normalise_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`(args, kwargs)` in one canonical form, so that `f(x, 1)` and `f(x, n=1)` share a graph."""
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"the model's forward{signature} cannot be called like this: {error}") from None
+    return bound.args, bound.kwargs
+
+
+def is_constant(leaf: Any) -> bool:
+    """Whether a leaf of the inputs may be baked into a graph."""
+    if isinstance(leaf, slice):
+        return all(map(is_constant, (leaf.start, leaf.stop, leaf.step)))
+    return isinstance(leaf, (*_CONSTANTS, enum.Enum, range))
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """How to rebuild `(args, kwargs)` from the tensor leaves."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]  # a Constant, or an index into the tensors
+
+    def build(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's arguments."""
+        leaves = [leaf.value if isinstance(leaf, Constant) else tensors[leaf] for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+def flatten_output(out: Any) -> tuple[list[Tensor], list[Any], list[Any], pytree.TreeSpec]:
+    """Tensors of an output, its template (index or Constant per leaf), the key path per leaf, and the spec.
+
+    Raises:
+        TraceError: if a leaf holds tensors in a class that pytree does not know.
+    """
+    _register_dataclasses(out)
+    paths, spec = pytree.tree_flatten_with_path(out)
+    tensors: list[Tensor] = []
+    template: list[Any] = []
+    for _, leaf in paths:
+        if isinstance(leaf, Tensor):
+            template.append(len(tensors))
+            tensors.append(leaf)
+        elif _holds_tensors(leaf):
+            raise TraceError(
+                f"the model returned a {type(leaf).__name__}, whose tensors cannot be reached: make it a dataclass, or"
+                " register it with torch.utils._pytree.register_pytree_node."
+            )
+        else:
+            template.append(Constant(leaf))
+    return tensors, template, [path for path, _ in paths], spec
+
+
+def unflattener(spec: pytree.TreeSpec, first: int) -> tuple[Callable[[list[Any]], Any], int]:
+    """A function from leaves to the structure of `spec`, and the index after its last leaf.
+
+    `pytree.tree_unflatten` walks the spec at every call; a step's result has the same one each time.
+    """
+    if spec.is_leaf():
+        return (lambda leaves: leaves[first]), first + 1
+    unflatten = pytree.SUPPORTED_NODES[spec.type].unflatten_fn
+    children = []
+    for child in spec.children():
+        build, first = unflattener(child, first)
+        children.append(build)
+    context = spec.context
+    if spec.type is dict:  # the usual containers, without the detour
+        items = list(zip(context, children, strict=True))
+        return (lambda leaves: {key: build(leaves) for key, build in items}), first
+    if spec.type is SpannedOutput:
+        outputs, spans, values = children
+        return (lambda leaves: SpannedOutput(outputs(leaves), spans(leaves), values(leaves), context)), first
+    return (lambda leaves: unflatten([build(leaves) for build in children], context)), first
+
+
+def leaf_name(path: Any) -> str:
+    key = path[-1] if path else None
+    return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", ""))))
+
+
+def _register_dataclasses(out: Any) -> None:
+    """Let pytree look into dataclass outputs that nobody registered."""
+    pending = [out]
+    while pending:
+        node = pending.pop()
+        if dataclasses.is_dataclass(node) and not isinstance(node, type) and type(node) not in pytree.SUPPORTED_NODES:
+            torch.export.register_dataclass(type(node))
+        if not pytree.tree_is_leaf(node):
+            pending.extend(pytree.tree_leaves(node, is_leaf=lambda child, parent=node: child is not parent))  # type: ignore[misc]
+
+
+def _holds_tensors(leaf: Any, seen: set[int] | None = None) -> bool:
+    seen = set() if seen is None else seen
+    if isinstance(leaf, Tensor):
+        return True
+    if isinstance(leaf, (*_CONSTANTS, type)) or id(leaf) in seen:
+        return False
+    seen.add(id(leaf))
+    if isinstance(leaf, dict | list | tuple | set | frozenset | deque):
+        children = [*leaf, *leaf.values()] if isinstance(leaf, dict) else list(leaf)
+    else:
+        slots = [name for base in type(leaf).__mro__ for name in getattr(base, "__slots__", ())]
+        children = [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, name, None) for name in slots)]
+    return any(_holds_tensors(child, seen) for child in children)

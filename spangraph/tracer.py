@@ -1,0 +1,143 @@
+"""Choose a tracer: export where that works, opaque where it does not, one trace at a time in the process."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from spangraph.declare import find_declarations
+from spangraph.errors import HostReadError, SpangraphError, TraceError
+from spangraph.export import export_model
+from spangraph.host_state import preserve_random
+from spangraph.opaque import trace_opaquely
+from spangraph.structure import CallSpec
+from spangraph.trace import HostStateError, Trace, run_mode
+from spangraph.watch import run_watched, settle
+
+# torch.export patches global state: parallel traces break each other.
+_TRACE_LOCK = threading.Lock()
+
+
+class _Tracing(threading.local):
+    active = False
+
+
+_tracing = _Tracing()
+
+
+def trace_model(
+    model: nn.Module,
+    walk: str,
+    call: CallSpec,
+    tensors: Sequence[Tensor],
+    *,
+    tracer: str,
+    verify: str,
+    generators: Sequence[torch.Generator] = (),
+) -> Trace:
+    """Trace `model` for one signature.
+
+    Args:
+        tracer: `"export"`, `"opaque"`, or `"auto"`: export, and opaquely where that fails, with the reason recorded.
+        verify: `"error"`, `"warn"` or `"off"`: what to do about host reads.
+        generators: what the model draws from; they are left as they are.
+
+    Raises:
+        TraceError, HostReadError, DeclarationError, or what the forward raises.
+    """
+    refuse_nested()
+    with _TRACE_LOCK:
+        _tracing.active = True
+        try:
+            with preserve_random():
+                return _trace_model(model, walk, call, tensors, tracer, verify, generators)
+        finally:
+            _tracing.active = False
+
+
+def refuse_nested() -> None:
+    """Refuse to launch inside a trace: the launch would be traced, or happen once.
+
+    Raises:
+        TraceError: if this thread is tracing.
+    """
+    if _tracing.active:
+        raise TraceError(
+            "the forward of a compiled model launches another compiled model: call the plain module inside, and compile"
+            " the whole, or launch one after the other outside."
+        )
+
+
+def _trace_model(
+    model: nn.Module,
+    walk: str,
+    call: CallSpec,
+    tensors: Sequence[Tensor],
+    tracer: str,
+    verify: str,
+    generators: Sequence[torch.Generator],
+) -> Trace:
+    declarations = find_declarations(model, walk)
+    inference = any(t.is_inference() for t in [*model.parameters(), *model.buffers()])
+    with run_mode(inference):
+        examples = [t.detach().clone() if t.is_inference() and not inference else t.detach() for t in tensors]
+    device_type = examples[0].device.type if examples else "cpu"
+    autocast = (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+    reason = ""
+    trace: Trace | None = None
+
+    def run(*tensors: Tensor) -> None:
+        args, kwargs = call.build(tensors)
+        model(*args, **kwargs)
+
+    if tracer != "opaque":
+        try:
+            try:
+                trace = export_model(model, call, examples, declarations, inference=inference)
+            except HostStateError:
+                _, changed = settle(model, lambda: run_watched(model, run, examples, inference, generators))
+                if changed:
+                    raise
+                trace = export_model(model, call, examples, declarations, inference=inference)
+        except HostReadError:
+            raise
+        except TraceError as error:
+            if tracer == "export":
+                raise
+            reason = str(error)
+    if trace is None:
+        trace = trace_opaquely(
+            model, call, examples, declarations, inference=inference, verify=verify, generators=generators
+        )
+    trace.reason, trace.autocast = reason, autocast
+    return trace
+
+
+def locate_reads(
+    model: nn.Module, walk: str, call: CallSpec, tensors: Sequence[Tensor], found: HostReadError
+) -> HostReadError:
+    """The same error with the lines that read: an exported graph knows those of forwards, not of what they call."""
+    try:
+        trace_model(model, walk, call, tensors, tracer="opaque", verify="error")
+    except HostReadError as located:
+        return located
+    except SpangraphError:
+        pass  # what else it is will show where the reads are mended
+    return found
+
+
+def retrace_uncaptured(
+    model: nn.Module, walk: str, call: CallSpec, tensors: Sequence[Tensor], found: HostReadError, *, warn: bool
+) -> Trace:
+    """For a graph that reads device values, where that is not refused: run the model opaquely and uncaptured."""
+    if warn:
+        warnings.warn(f"running uncaptured: {found}", stacklevel=2)
+    trace = trace_model(model, walk, call, tensors, tracer="opaque", verify="off")
+    trace.captures = False
+    trace.reason = "host reads in the exported graph"
+    trace.diagnostics.extend(found.diagnostics)
+    return trace
