@@ -48,7 +48,7 @@ class ModelRunner:
         mel, frames = self.mel[:bs], self.frames[:bs]
         self.stager.stage(self.model(mel, frames))  # warm-up, a dry run
         self.backend.synchronize()
-        graph = self.new_graph()
+        graph: Any = self.new_graph()
         with self.capture(graph):
             tail = self.stager.stage(self.model(mel, frames))
         return graph, tail

@@ -83,9 +83,9 @@ def _define(
     library: torch.library.Library, schema: str, fake: Callable[..., None], **kernels: Callable[..., None]
 ) -> None:
     name = schema.partition("(")[0]
-    library.define(schema)  # type: ignore[no-untyped-call]  # Library has no annotations
+    library.define(schema)
     for key, kernel in kernels.items():
-        library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
+        library.impl(name, kernel, key)
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=library)
     # Without outputs, dead-code elimination would drop it. Dynamo's graphs hold the packet, exported ones the overload.
     # torch recommends effect tokens here; they would wrap each mark in a `with_effects` node once decomposed.
@@ -97,7 +97,7 @@ def _define(
 # A second import (a reload, another name for this folder) finds the operators defined and leaves them alone. The
 # library lives as long as its kernels, whose globals hold it.
 if not hasattr(getattr(torch.ops, _NAMESPACE), "stage"):
-    _library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+    _library = torch.library.Library(_NAMESPACE, "DEF")
     _define(_library, _STAGE, _stage_fake, CPU=_stage_cpu, CUDA=_stage_cuda)
     _define(_library, _MARK, _mark, CPU=_mark, CUDA=_mark)
     _define(_library, _MARK_VALUE, _mark_value, CPU=_mark_value, CUDA=_mark_value)

@@ -7,10 +7,12 @@ Reads of constant 0-d buffers are gone before this pass: the tracer gives them l
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from spangraph.diagnostics import Diagnostic
 from spangraph.errors import HostReadError
@@ -51,11 +53,11 @@ _READS = {
 }
 _FIX = (
     "keep the value on the device: declare the extent as a span and cut after the step, use torch.where or masked_fill"
-    " for masks, or verify='warn' to run this model uncaptured."
+    " for masks."
 )
 
 
-def read_by(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def read_by(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
     """What an operator call reads on the host, or None. `args` hold tensors or example values."""
     if isinstance(target, torch._ops.HigherOrderOperator) and target.name() in ("cond", "while_loop"):
         return "which branch to take (torch.cond, while_loop)"
@@ -77,7 +79,7 @@ def read_by(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str |
         return "the bounds of a range (linspace, logspace)"
     if name == "aten::normal" and any(isinstance(std, Tensor) for std in args[1:2]):
         return "whether a standard deviation is negative (torch.normal)"
-    if name == "aten::histc" and args[2:4] in ((), (0, 0)):
+    if name == "aten::histc" and tuple(args[2:4]) in ((), (0, 0)):
         return "the smallest and largest value (histc without min and max)"
     if name in ("aten::to", "aten::_to_copy") and _leaves_device(args[0], *args[1:], kwargs.get("device")):
         return "a device tensor's values (.cpu(), .to('cpu'))"
@@ -170,7 +172,7 @@ def find_host_reads(gm: fx.GraphModule) -> list[Diagnostic]:
         for node in module.graph.nodes:
             if node.op != "call_function":
                 continue
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: val(n))
+            args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: val(n))
             if what := read_by(node.target, args, kwargs):
                 found.append(diagnose_read(what, where(node), node.name))
     return found
@@ -191,4 +193,8 @@ def host_read_error(reads: list[Diagnostic]) -> HostReadError:
     """The error that names all of `reads`."""
     counts = Counter((read.where, read.message) for read in reads)
     lines = [f"  {place or 'unknown line'}: {message} ({count}x)" for (place, message), count in counts.items()]
-    return HostReadError("SG401 host reads in the forward:\n" + "\n".join([*lines, f"Fix: {_FIX}"]), reads)
+    return HostReadError(
+        "SG401 host reads in the forward:\n"
+        + "\n".join([*lines, f"Fix: {_FIX} spangraph.compile(verify='warn') runs such a model uncaptured."]),
+        reads,
+    )

@@ -156,10 +156,19 @@ class _Done:
 _DONE = _Done()
 
 
+def writable(tensor: Tensor, like: Tensor) -> Tensor:
+    """`tensor` without the copies of elements that an expanded `like` has: torch refuses to write those."""
+    for dim, (size, stride) in enumerate(zip(like.shape, like.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 def poison_(tensors: Iterable[Tensor]) -> None:
     """Overwrite tensors with NaN, or with the smallest int."""
     with torch.inference_mode():
-        for tensor in tensors:
+        for whole in tensors:
+            tensor = writable(whole, whole)
             if tensor.is_floating_point() or tensor.is_complex():
                 tensor.fill_(float("nan"))
             else:
@@ -432,10 +441,19 @@ def resolve_backend(device: Backend | torch.device | str | None) -> Backend:
     """
     if isinstance(device, Backend):
         return device
-    resolved = torch.device(device if device is not None else "cpu")
+    try:
+        resolved = torch.device(device if device is not None else "cpu")
+    except (RuntimeError, TypeError) as error:
+        raise InputError(
+            f"backend or device {device!r} is none that torch knows: expected cpu, cuda or a Backend."
+        ) from error
     if resolved.type == "cpu":
         return InlineBackend()
     if resolved.type == "cuda":
+        if not torch.cuda.is_available():
+            raise InputError(
+                f"device {resolved}: no GPU is available to torch; use spangraph.testing.SimulatedDevice()."
+            )
         return CudaBackend(resolved)
     raise InputError(f"no backend for device {resolved}: expected cpu, cuda or a spangraph Backend.")
 

@@ -408,7 +408,7 @@ class Compiled:
                 cut = signature.cuts.get(output)
                 own = trace.leaf_names[output] or str(output)
                 how = f"cut by {cut.name!r}" if cut else "delivered whole"
-                moved = " through " + repr(cut.span_map.moves) if cut and not cut.span_map.is_identity else ""
+                moved = ", moved with its positions" if cut and not cut.span_map.is_identity else ""
                 lines.append(f"    output {own}: {list(val(node).shape)}, {how}{moved}")
             lines += [f"    {text}" for text in dict.fromkeys(map(str, (*prepared.diagnostics, *trace.diagnostics)))]
         return "\n".join(lines)
@@ -488,8 +488,8 @@ def _say_what_is_whole(trace: Trace, prepared: Prepared) -> None:
         trace.diagnostics.append(
             Diagnostic(
                 "SG203",
-                f"outputs {whole} share no memory with a spanned value; they are delivered whole, as an opaque trace"
-                " cannot tell whether they derive from one.",
+                f"outputs {whole} are not all the elements of a spanned value; they are delivered whole, as an opaque"
+                " trace cannot tell how they derive from one.",
                 fix="declare them, with spans of their own.",
             )
         )

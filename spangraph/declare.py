@@ -270,7 +270,7 @@ def describe_bad_span(start: int, end: int, width: int) -> str:
     if hop > 0 and not odd and start % hop == 0:
         if start // hop >= _NOT_WHOLE:
             value = struct.unpack("<f", struct.pack("<I", (start // hop - _NOT_WHOLE) & 0xFFFFFFFF))[0]
-            return f"length {value} is not a whole number: round it in the model before from_lengths"
+            return f"length {value} is not a whole number below 2**53: round it in the model before from_lengths"
         if start // hop >= _TOO_MANY_RUNS:
             runs = start // hop - _TOO_MANY_RUNS
             return f"its mask has {runs} runs of valid positions: declare Span(max_spans={runs}) or mend the mask"
@@ -338,7 +338,8 @@ def declare(
         if not callable(fn):
             raise DeclarationError(
                 f"declare({name}={type(fn).__name__}): expected a function (out, *args, **kwargs) -> spans,"
-                f" e.g. {name}=lambda out, x, lengths: spangraph.from_lengths(lengths)."
+                f" e.g. {name}=lambda out, x, lengths: spangraph.from_lengths(lengths); dims and max_spans go to"
+                f" spans={{{name!r}: Span(...)}}."
             )
     if unknown := sorted(set(shapes) - set(functions)):
         raise DeclarationError(f"spans= names {unknown}, which are not declared; declared are {sorted(functions)}.")
@@ -451,6 +452,14 @@ def _source(module: nn.Module, method: str) -> str:
 def _adapt(
     declaration: Declaration, adapter: _Adapter, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> SpannedOutput:
+    for name, fn in {**adapter.outputs, **adapter.row_values}.items():
+        try:
+            inspect.signature(fn).bind(out, *args, **kwargs)
+        except TypeError as error:
+            raise DeclarationError(
+                f"the function declared for {name!r} of {declaration} is called as (out, *args, **kwargs), with what"
+                f" the module returned and was called with, and cannot be: {error}. Take *args, **kwargs."
+            ) from None
     spans = {name: fn(out, *args, **kwargs) for name, fn in adapter.outputs.items()}
     values = {name: fn(out, *args, **kwargs) for name, fn in adapter.row_values.items()}
     given = {name: value for name, value in spans.items() if value is not None}
@@ -530,16 +539,21 @@ def _check_output(declaration: Declaration, out: SpannedOutput) -> None:
         _check_column(label, "row values", values, tuple(values.shape), values.device)
         num_rows[name] = values.shape[0]
     if len(set(num_rows.values())) > 1:
-        raise DeclarationError(f"SG103 {declaration}: outputs have different numbers of rows: {num_rows}.")
+        raise DeclarationError(
+            f"SG103 {declaration}: outputs and row values have different numbers of rows: {num_rows}; dim 0 of each"
+            " holds the rows of the batch."
+        )
 
 
 def _check_column(label: str, what: str, column: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     if column.dtype is not torch.int64:
-        how = "spangraph.from_lengths(lengths)" if column.is_floating_point() else ".to(torch.int64)"
+        lengths = what == "spans" and column.is_floating_point()
+        how = "spangraph.from_lengths(lengths)" if lengths else ".to(torch.int64)"
         raise DeclarationError(f"SG104 {label}: {what} are {column.dtype}, expected torch.int64; convert with {how}.")
     if tuple(column.shape) != shape:
         raise DeclarationError(
-            f"SG103 {label}: {what} have shape {list(column.shape)}, expected {list(shape)} for this output."
+            f"SG103 {label}: {what} have shape {list(column.shape)}, expected {list(shape)} for this declaration:"
+            " from_lengths and from_mask build them; Span(dims=..., max_spans=...) declares other shapes."
         )
     if column.device != device:
         raise DeclarationError(

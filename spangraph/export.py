@@ -9,11 +9,12 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
+from torch.fx.graph import CodeGen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spangraph.declare import Declaration
@@ -143,18 +144,17 @@ def export_model(
     notes["literals"] = _int_buffers(model)
     # Of the buffers themselves: inside the trace fake ones stand in for them, new ones each time.
     notes["identities"] = {(id(buffers), name): id(buffers[name]) for buffers, name, _ in notes["literals"]}
-    for _ in range(len(notes["literals"]) + 1):
+    while True:
         notes["retry"] = False
-        root = _Root(model, call, declarations, notes)
-        gm = _export(root, tensors, inference)
-        if not notes["retry"]:
+        gm = _export(_Root(model, call, declarations, notes), tensors, inference)
+        if not notes["retry"]:  # else once more, with one literal less
             break
     if notes["changed"]:
         raise HostStateError(
             f"the forward changes {', '.join(notes['changed'])} at every call, which a graph would do once, at its"
             " trace: keep such state in registered buffers, and update them in place."
         )
-    gm.graph.set_codegen(fx.graph.CodeGen())  # inputs and outputs are flat: no pytree at each call
+    gm.graph.set_codegen(CodeGen())  # inputs and outputs are flat: no pytree at each call
     gm = erase_dead_nodes(gm)
     gm._forward_pre_hooks.clear()  # shape checks: the caller's signature is one already
     gm.recompile()
@@ -199,7 +199,7 @@ def _quiet() -> Iterator[None]:
     for logger in loggers:
         logger.addFilter(is_elsewhere)
     try:
-        with contextlib.redirect_stderr(_WithoutGraphs(sys.stderr, thread)):
+        with contextlib.redirect_stderr(cast("TextIO", _WithoutGraphs(sys.stderr, thread))):
             yield
     finally:
         for logger in loggers:
@@ -227,9 +227,13 @@ class _WithoutGraphs:
 
 @contextlib.contextmanager
 def _refuse_writes(model: nn.Module) -> Iterator[None]:
-    """Refuse an export that writes a tensor which is a plain attribute: export would write it once, for real."""
-    state = HostState(model)
-    with _AttributeGuard(state.tensors) if state.tensors else contextlib.nullcontext():
+    """Refuse an export that writes a real tensor: export would write it once, for good.
+
+    Inside the trace fake tensors stand in for registered parameters and buffers, so a real one is written only where
+    the forward reaches it otherwise: as a plain attribute, or through an object that holds a registered buffer too.
+    """
+    held = {storage_key(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    with _AttributeGuard(held | HostState(model).tensors):
         yield
 
 
@@ -244,7 +248,7 @@ class _AttributeGuard(TorchDispatchMode):
         for tensor in written_by(func, args, kwargs or {}) if isinstance(func, OpOverload) else ():
             if (label := self._attributes.get(storage_key(tensor))) is not None:
                 raise HostStateError(
-                    f"the forward writes {label}, a tensor that is a plain attribute, so a graph would get a copy of"
-                    " its own: make it a registered buffer."
+                    f"the forward writes {label} otherwise than as a registered buffer of its module, so a graph would"
+                    " get a copy of its own: register it, and write it as self.name."
                 )
         return func(*args, **(kwargs or {}))

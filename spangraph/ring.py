@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from spangraph.backends import Backend, Event, Pinned
-from spangraph.errors import ClosedError, RingFullError, StagingError, StepStateError, StepTimeoutError
+from spangraph.errors import ClosedError, InputError, RingFullError, StagingError, StepStateError, StepTimeoutError
 from spangraph.kernels.stage import CONTROL_WORDS, HEADER_WORDS
 
 if TYPE_CHECKING:
@@ -110,11 +110,11 @@ class Ring:
     def __init__(self, backend: Backend, *, depth: int, num_slots: int | None = None, wait: str = "block") -> None:
         self.backend = backend
         if not isinstance(depth, int) or depth < 1:
-            raise StepStateError(f"depth={depth!r}: expected an int of at least 1.")
+            raise InputError(f"depth={depth!r}: expected an int of at least 1.")
         if wait not in ("block", "spin", "header"):
-            raise StepStateError(f"wait={wait!r}: expected 'block', 'spin' or 'header'.")
+            raise InputError(f"wait={wait!r}: expected 'block', 'spin' or 'header'.")
         if wait == "header" and not backend.ordered_header:
-            raise StepStateError(f"wait='header' needs an ordered header, which {backend.name} does not prove; spin.")
+            raise InputError(f"wait='header' needs an ordered header, which {backend.name} does not prove; spin.")
         self.depth = depth
         self.wait_kind = wait
         self.num_slots = num_slots or depth + _SPARE_SLOTS
@@ -355,7 +355,10 @@ class Ring:
         if launch.is_read:
             return launch.words
         if launch.event is None:
-            raise StepStateError(f"{launch} was never launched: replay its graph inside `with tail.step():` first.")
+            raise StepStateError(
+                f"{launch} is not launched yet: replay its graph inside `with tail.step():`, and leave the block"
+                " before reading."
+            )
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             self._wait_event(launch, launch.event, deadline, timeout)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from spangraph.backends import Backend, InlineBackend, resolve_backend
 from spangraph.declare import Declaration, Span, SpannedOutput
-from spangraph.errors import DeclarationError, InputError, RowLookupError, StepStateError
+from spangraph.errors import DeclarationError, InputError, RowLookupError
 from spangraph.kernels.stage import check_stage_args
 from spangraph.passes.span_maps import SpanMap
 from spangraph.ring import Launch, Layout, Ring, SlotBuffer
@@ -77,7 +77,10 @@ class Tail:
             return next(iter(self._cuts.values()))
         if name is None or name not in self._cuts:
             asked = "one name" if name is None else repr(name)
-            raise RowLookupError(f"no spanned output for {asked}; this step has {sorted(self._cuts)}.")
+            raise RowLookupError(
+                f"no spanned output for {asked}; this step has {sorted(self._cuts)}. A module that returns no spans"
+                " has its outputs delivered whole: see result()."
+            )
         return self._cuts[name]
 
     def value(self, name: str) -> tuple[str, tuple[int, ...]]:
@@ -100,16 +103,22 @@ class Tail:
         """
         real = self.num_rows if num_rows is None else num_rows
         if not 0 <= real <= self.num_rows:
-            raise InputError(f"num_rows={num_rows} of a batch of {self.num_rows} rows.")
+            raise InputError(f"num_rows={num_rows} of a batch of {self.num_rows} rows: expected 0 to {self.num_rows}.")
         if rows is None:
             return None, real
+        if isinstance(rows, str):
+            raise InputError(f"rows={rows!r} is one string: expected a sequence of row ids.")
         ids = tuple(rows)
         if len(ids) != real:
             raise InputError(
-                f"{len(ids)} row ids for {real} rows (batch of {self.num_rows}): give one id per row, and"
-                f" num_rows={len(ids)} if the other rows are padding."
+                f"{len(ids)} row ids for {real} real rows: give one id per real row. num_rows= says how many of the"
+                f" batch's {self.num_rows} rows are real; the others are padding."
             )
-        if len(set(ids)) != len(ids):
+        try:
+            distinct = len(set(ids))
+        except TypeError as error:
+            raise InputError(f"row ids {list(ids)} cannot be keys ({error}): use strings, numbers or tuples.") from None
+        if distinct != len(ids):
             raise InputError(f"row ids {list(ids)} hold one id twice: every row needs its own.")
         return ids, real
 
@@ -158,7 +167,7 @@ class SpanStager:
     its last step is released; capture one graph per step in flight, each with memory of its own.
 
     Args:
-        spans: name -> `Span` of every spanned output of any of its graphs.
+        spans: names, or name -> `Span`, of every spanned output of any of its graphs.
         max_rows: rows of the largest batch.
         row_values: names of row values `[bs]`, or name -> number of int64 words per row (k for `[bs, k]`).
         depth: steps that may be open or leased at once.
@@ -170,7 +179,7 @@ class SpanStager:
 
     def __init__(
         self,
-        spans: Mapping[str, Span],
+        spans: Mapping[str, Span] | Sequence[str],
         *,
         max_rows: int,
         row_values: Mapping[str, int] | Sequence[str] = (),
@@ -179,11 +188,12 @@ class SpanStager:
         staging: str = "kernel",
         wait: str = "block",
     ) -> None:
+        spans = dict(spans) if isinstance(spans, Mapping) else {name: Span() for name in spans}
         for name, span in spans.items():
             if not isinstance(span, Span):
                 raise DeclarationError(f"spans[{name!r}] is {span!r}: expected a Span, e.g. Span(dims=(-1,)).")
         if not isinstance(max_rows, int) or max_rows < 1:
-            raise DeclarationError(f"max_rows={max_rows!r}: expected the rows of the largest batch, at least 1.")
+            raise InputError(f"max_rows={max_rows!r}: expected the rows of the largest batch, at least 1.")
         self._declared = dict(spans)
         self._values = dict(row_values) if isinstance(row_values, Mapping) else dict.fromkeys(row_values, 1)
         for name, width in self._values.items():
@@ -227,7 +237,8 @@ class SpanStager:
         declaration.read(out, (), {})
         if unknown := sorted(set(out.row_values) - set(self._values)):
             raise DeclarationError(
-                f"row values {unknown} are not declared; SpanStager(row_values=...) declares {sorted(self._values)}."
+                f"row values {unknown} are not declared: declared are {sorted(self._values)}; pass"
+                f" SpanStager(row_values={unknown}), or name -> words per row."
             )
         columns = {**out.output_spans, **out.row_values}
         if not columns:
@@ -300,7 +311,7 @@ class StagerCore:
         if staging not in ("kernel", "copy"):
             raise InputError(f"staging={staging!r}: expected 'kernel' or 'copy'.")
         if staging == "copy" and wait == "header":
-            raise StepStateError("wait='header' needs staging='kernel': a copy lands in no order.")
+            raise InputError("wait='header' needs staging='kernel': a copy lands in no order.")
         self.staging = staging
         num_slots = depth if staging == "copy" else None
         with backend.guard():

@@ -226,7 +226,7 @@ def _gather(views: Sequence[Tensor]) -> list[Tensor]:
         return []
     with torch.inference_mode(False), torch.no_grad():
         copies = [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in views]
-        torch._foreach_copy_(copies, list(views))
+        torch._foreach_copy_(copies, list(views))  # pyright: ignore[reportPrivateImportUsage]
     return copies
 
 
@@ -410,4 +410,5 @@ _UNPROFILED = _Unprofiled()
 
 def profiled(name: str) -> Any:
     """A profiler range around host work; free while no profiler runs, and never a synchronisation."""
-    return torch.profiler.record_function(name) if torch._C._autograd._profiler_enabled() else _UNPROFILED
+    running = torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.profiler.record_function(name) if running else _UNPROFILED

@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spangraph.backends import Backend, Event, Graph, Pinned, poison_, preserve_generators
+from spangraph.backends import Backend, Event, Graph, Pinned, poison_, preserve_generators, writable
 from spangraph.errors import CaptureError, InputError
 from spangraph.host_state import storage_key
 from spangraph.passes.host_reads import diagnose_read, read_by
@@ -266,7 +266,7 @@ class SimulatedGraph:
                 out = pytree.tree_leaves(op.func(*args, **kwargs))
             values.update((i, tensor) for i, tensor in zip(op.results, out, strict=True) if i is not None)
         for index, tensor in self._static.items():
-            tensor.copy_(values[index])
+            writable(tensor, tensor).copy_(writable(values[index], tensor))
         self._device._land()
 
 

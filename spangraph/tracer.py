@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spangraph.declare import find_declarations
+from spangraph.diagnostics import Diagnostic
 from spangraph.errors import HostReadError, SpangraphError, TraceError
 from spangraph.export import export_model
 from spangraph.host_state import preserve_random
@@ -110,10 +111,26 @@ def _trace_model(
                 raise
             reason = str(error)
     if trace is None:
-        trace = trace_opaquely(
-            model, call, examples, declarations, inference=inference, verify=verify, generators=generators
-        )
+        try:
+            trace = trace_opaquely(
+                model, call, examples, declarations, inference=inference, verify=verify, generators=generators
+            )
+        except HostReadError as error:
+            if not reason:
+                raise
+            raise HostReadError(f"{error}\nThis is an opaque trace, because {reason}", error.diagnostics) from None
     trace.reason, trace.autocast = reason, autocast
+    for declaration in declarations:
+        seen = {info.name for info in trace.infos.values() if info.fqn == declaration.fqn}
+        if silent := sorted(set(declaration.spans) - seen):
+            trace.diagnostics.append(
+                Diagnostic(
+                    "SG101",
+                    f"{declaration} declares {silent} but returned no spans, so its outputs are delivered whole.",
+                    declaration.where,
+                    fix="return a SpannedOutput with output_spans, if its rows are to be cut.",
+                )
+            )
     return trace
 
 

@@ -159,7 +159,10 @@ def run_watched(
     watch = Watch(model, tensors)
     device = tensors[0].device if tensors else torch.device("cpu")
     with run_mode(inference), preserve_generators(device, generators), watch:
-        return run(*tensors), watch
+        out = run(*tensors)
+    # What the forward has bound in the model is the model's from now on, though the forward made it.
+    watch.external |= HostState(model).tensors.keys() | {storage_key(buffer) for buffer in model.buffers()}
+    return out, watch
 
 
 def settle(model: nn.Module, run: Callable[[], tuple[Any, Watch]]) -> tuple[tuple[Any, Watch], list[str]]:

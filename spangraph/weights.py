@@ -106,7 +106,7 @@ class Weights:
             self._check_literals()
         seen = _replacements
         suspects = self._probes() if self._seen == seen else self._held
-        stale = [fqn for fqn, *held in suspects if self._is_stale(*held)]
+        stale = [suspect[0] for suspect in suspects if self._is_stale(*suspect[1:])]
         if stale:
             more = f" and {len(stale) - 4} more" if len(stale) > 4 else ""
             raise StaleGraphError(

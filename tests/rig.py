@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spangraph import Rows, Span, SpannedOutput, SpanStager, Step
 from spangraph.ring import Ring
-from spangraph.testing import SimulatedDevice
+from spangraph.testing import Pool, SimulatedDevice, SimulatedGraph
 
 # What one `Engine.launch` enqueues that `SimulatedDevice.let` counts: the input copy and the replay.
 KERNELS_PER_LAUNCH = 2
@@ -134,6 +134,16 @@ class Engine:
             graph.graph.replay()
         self._turn += 1  # a refused launch does not take its turn
         return step
+
+
+def captured(
+    device: SimulatedDevice, fn: Callable[[], Tensor], pool: Pool | None = None
+) -> tuple[SimulatedGraph, Tensor]:
+    """A graph of `fn`, and its static output."""
+    graph = device.new_graph()
+    with device.graph(graph, pool=pool):
+        y = fn()
+    return graph, y
 
 
 def assert_rows(rows: Rows, expected: Mapping[Any, Tensor]) -> None:

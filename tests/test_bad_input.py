@@ -81,16 +81,15 @@ def test_one_bad_row_does_not_take_the_good_ones(device: MakeDevice, bad: tuple[
 
     x = torch.randn(3, 5)
     with spangraph.compile(Ranges(), backend=device()) as compiled:
-        rows = compiled(x, torch.tensor([[0, 2], bad, [1, 5]]), rows="abc")["audio"]
+        rows = compiled(x, torch.tensor([[0, 2], bad, [1, 5]]), rows=["a", "b", "c"])["audio"]
     padded = x.repeat_interleave(2, 1) + 1
     assert torch.equal(rows["a"], padded[0, :4])
     assert torch.equal(rows["c"], padded[2, 2:10])
     with pytest.raises(spangraph.SpanError, match=message):
         rows["b"]
-    seen = []
+    seen: list[str] = []
     with pytest.raises(spangraph.SpanError, match="row 'b'") as raised:
-        for row_id in rows:
-            seen.append(row_id)
+        seen.extend(rows)
     assert seen == ["a", "c"]
     assert raised.value.rows == ("b",)
 
@@ -210,14 +209,16 @@ def test_full_ring(device: MakeDevice) -> None:
     ("rows", "num_rows", "message"),
     [
         (["a", "a"], None, "hold one id twice"),
-        (["a"], None, "1 row ids for 2 rows .* num_rows=1 if the other rows are padding"),
-        (["a", "b", "c"], None, "3 row ids for 2 rows"),
-        (["a", "b"], 1, "2 row ids for 1 rows"),
+        (["a"], None, "1 row ids for 2 real rows: give one id per real row"),
+        (["a", "b", "c"], None, "3 row ids for 2 real rows"),
+        (["a", "b"], 1, "2 row ids for 1 real rows"),
         (None, 3, "num_rows=3 of a batch of 2"),
         (None, -1, "num_rows=-1 of a batch of 2"),
+        ("ab", None, "is one string"),
+        ([[1], [2]], None, "cannot be keys"),
     ],
 )
-def test_row_ids(device: MakeDevice, rows: list[str] | None, num_rows: int | None, message: str) -> None:
+def test_row_ids(device: MakeDevice, rows: Any, num_rows: int | None, message: str) -> None:
     with spangraph.compile(Tone(), backend=device()) as compiled:
         with pytest.raises(spangraph.InputError, match=message):
             compiled.launch(torch.randn(2, 5), torch.tensor([5, 2]), rows=rows, num_rows=num_rows)

@@ -16,7 +16,6 @@ from spangraph import (
     DeclarationError,
     InputError,
     RingFullError,
-    StepStateError,
     TraceError,
 )
 from spangraph.testing import SimulatedDevice
@@ -36,10 +35,10 @@ BACKENDS = pytest.mark.parametrize("on", ["inline", "simulated"])
         ({"trace": "dynamo"}, InputError, r"trace='dynamo': expected one of \['auto', 'export', 'opaque'\]"),
         ({"verify": "no"}, InputError, r"verify='no': expected one of \['error', 'warn', 'off'\]"),
         ({"staging": "dma"}, InputError, "staging='dma': expected 'kernel' or 'copy'"),
-        ({"wait": "poll"}, StepStateError, "wait='poll': expected 'block', 'spin' or 'header'"),
-        ({"depth": 0}, StepStateError, "depth=0: expected an int of at least 1"),
-        ({"depth": 1.5}, StepStateError, "depth=1.5"),
-        ({"staging": "copy", "wait": "header"}, StepStateError, "wait='header' needs staging='kernel'"),
+        ({"wait": "poll"}, InputError, "wait='poll': expected 'block', 'spin' or 'header'"),
+        ({"depth": 0}, InputError, "depth=0: expected an int of at least 1"),
+        ({"depth": 1.5}, InputError, "depth=1.5"),
+        ({"staging": "copy", "wait": "header"}, InputError, "wait='header' needs staging='kernel'"),
         ({"backend": "meta"}, InputError, "no backend for device meta"),
     ],
 )

@@ -102,12 +102,12 @@ def test_padding_rows_never_surface(trace: str, on: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rows": ["a"]}, r"1 row ids for 2 rows \(batch of 2\).*num_rows=1 if the other rows are padding"),
-        ({"rows": ["a", "b", "c"]}, "3 row ids for 2 rows"),
+        ({"rows": ["a"]}, "1 row ids for 2 real rows.* num_rows= says how many of the batch.s 2 rows are real"),
+        ({"rows": ["a", "b", "c"]}, "3 row ids for 2 real rows"),
         ({"rows": ["a", "a"]}, r"row ids \['a', 'a'\] hold one id twice"),
         ({"num_rows": 3}, "num_rows=3 of a batch of 2 rows"),
         ({"num_rows": -1}, "num_rows=-1"),
-        ({"rows": ["a"], "num_rows": 2}, "1 row ids for 2 rows"),
+        ({"rows": ["a"], "num_rows": 2}, "1 row ids for 2 real rows"),
     ],
 )
 def test_row_ids_that_do_not_fit_are_refused(options: dict[str, Any], message: str, on: str) -> None:

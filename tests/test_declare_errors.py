@@ -77,7 +77,7 @@ MISFITS = [
     (
         ("a", "b"),
         lambda y, s: SpannedOutput({"a": y, "b": y[:1]}, {"a": s, "b": s[:1]}),
-        r"SG103 the root module .*: outputs have different numbers of rows",
+        r"SG103 the root module .*: outputs and row values have different numbers of rows",
     ),
     (("a",), lambda y, s: SpannedOutput({"a": y}, {"a": s}, {"t": [1, 2]}), "SG106 .*row value 't': a host list"),
     (
@@ -94,7 +94,7 @@ MISFITS = [
     (
         ("a",),
         lambda y, s: SpannedOutput({"a": y}, {"a": s}, {"t": s[:1, 0]}),
-        r"SG103 the root module .*: outputs have different numbers of rows",
+        r"SG103 the root module .*: outputs and row values have different numbers of rows",
     ),
     (("a",), lambda y, s: SpannedOutput({"a": y}, {"a": s}, {"a": s[:, 0]}), "SG108 .*'a' is declared twice"),
     (

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from spangraph import RingFullError, StaleStepError, StepStateError, StepTimeoutError
+from spangraph import InputError, RingFullError, StaleStepError, StepStateError, StepTimeoutError
 
 from .rig import Batch, Engine, assert_rows
 
@@ -221,6 +221,6 @@ def test_leased_bytes_are_reported() -> None:
 @pytest.mark.parametrize("depth", [0, -1, 1.5, None])
 def test_a_bad_depth_is_refused_without_a_word_from_the_finaliser(depth: object) -> None:
     """The half-built ring's finaliser used to raise, which Python reports as an unraisable warning."""
-    with pytest.raises(StepStateError, match=r"depth=.*expected an int of at least 1"):
+    with pytest.raises(InputError, match=r"depth=.*expected an int of at least 1"):
         Engine(depth=depth, lanes=1)  # type: ignore[arg-type]
     gc.collect()

@@ -117,7 +117,7 @@ def test_stale_padding_rows_never_surface() -> None:
     """K7, K8: one real row in a bucket of four, after a batch of four; the spans buffer still holds the old values."""
     engine = Engine()
     full = Batch.of([(0, 6), (1, 5), (2, 4), (0, 3)])
-    with engine.launch(full, "abcd") as step:
+    with engine.launch(full, list("abcd")) as step:
         assert_rows(step.rows(), full.rows("abcd"))
 
     one = Batch(full.x + 1, full.spans, full.token)
@@ -139,7 +139,7 @@ def test_padding_rows_may_hold_anything() -> None:
     batch.x[1:3] = float("nan")
     with engine.launch(batch, ["a"], num_rows=1) as step:
         assert_rows(step.rows(), batch.rows("a"))
-    with engine.launch(batch, "abcd") as step, pytest.raises(ValueError, match=r"span \[5, 3\)"):
+    with engine.launch(batch, list("abcd")) as step, pytest.raises(ValueError, match=r"span \[5, 3\)"):
         list(step.rows())
 
 

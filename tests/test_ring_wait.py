@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from spangraph import StepStateError, StepTimeoutError
+from spangraph import InputError, StepStateError, StepTimeoutError
 from spangraph.testing import SimulatedDevice
 
 from .rig import KERNELS_PER_LAUNCH, Batch, Engine, assert_rows
@@ -28,7 +28,7 @@ def test_nothing_can_be_read_before_it_landed(wait: str) -> None:
     engine = Engine(wait=wait)
     engine.device.hold_copies()
     batch = Batch.random()
-    step = engine.launch(batch, "abcd")
+    step = engine.launch(batch, list("abcd"))
     assert not step.is_done
     with pytest.raises(StepTimeoutError, match="was not done within"):
         step.wait(timeout=0.01)
@@ -57,9 +57,10 @@ def test_a_step_that_never_ends_is_reported_with_the_ring_state() -> None:
     batch = Batch.random()
     step = engine.launch(batch, ["req-1", "b", "c", "d"])
     engine.launch(Batch.random()).release()
-    for _ in range(2):
-        with pytest.raises(StepTimeoutError, match=r"was not done within 0\.01 s; it stays open") as raised:
-            step.wait(timeout=0.01)
+    with pytest.raises(StepTimeoutError, match=r"was not done within 0\.01 s; it stays open"):
+        step.wait(timeout=0.01)
+    with pytest.raises(StepTimeoutError, match=r"was not done within 0\.01 s; it stays open") as raised:
+        step.wait(timeout=0.01)
     message = str(raised.value)
     for part in (
         "step 1 (open, graph 1, rows ['req-1'",
@@ -110,7 +111,7 @@ def test_an_event_that_was_never_recorded_is_not_complete() -> None:
     with lane.tail.step() as step:
         assert not step.is_done
         for read in (step.wait, step.rows, lambda: step.row_values("token")):
-            with pytest.raises(StepStateError, match=r"step 1 .*was never launched: replay its graph inside"):
+            with pytest.raises(StepStateError, match=r"step 1 .*is not launched yet: replay its graph inside"):
                 read()
         lane.graph.replay()
     step.wait()
@@ -136,11 +137,11 @@ def test_a_step_says_whether_a_wait_would_return_at_once() -> None:
 
 
 def test_polling_the_header_needs_a_proven_order() -> None:
-    with pytest.raises(StepStateError, match="wait='header' needs an ordered header, which unordered does not prove"):
+    with pytest.raises(InputError, match="wait='header' needs an ordered header, which unordered does not prove"):
         Engine(UnorderedDevice(), wait="header")
-    with pytest.raises(StepStateError, match=r"needs staging='kernel': a copy lands in no order"):
+    with pytest.raises(InputError, match=r"needs staging='kernel': a copy lands in no order"):
         Engine(wait="header", staging="copy")
-    with pytest.raises(StepStateError, match=r"wait='sleep': expected 'block', 'spin' or 'header'"):
+    with pytest.raises(InputError, match=r"wait='sleep': expected 'block', 'spin' or 'header'"):
         Engine(wait="sleep")
     batch = Batch.random()
     assert_rows(Engine(UnorderedDevice(), wait="spin").launch(batch).rows(), batch.rows())

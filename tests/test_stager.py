@@ -261,8 +261,19 @@ BAD_STAGERS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "message"), BAD_STAGERS)
 def test_a_bad_declaration_of_a_stager_is_refused(changes: dict[str, Any], message: str) -> None:
     options: dict[str, Any] = {"spans": {"audio": Span()}, "max_rows": 2, "device": SimulatedDevice(), **changes}
-    with pytest.raises(DeclarationError, match=message):
+    with pytest.raises(InputError if "max_rows" in changes else DeclarationError, match=message):
         SpanStager(options.pop("spans"), **options)
+
+
+def test_names_alone_declare_spans_along_the_last_dim() -> None:
+    device, audio = SimulatedDevice(), torch.randn(2, 3)
+    stager = SpanStager(["audio"], max_rows=2, device=device)
+    graph = device.new_graph()
+    with device.graph(graph):
+        tail = stager.stage(SpannedOutput({"audio": audio * 1}, {"audio": torch.tensor([[0, 2], [1, 3]])}))
+    with tail.step() as step:
+        graph.replay()
+    assert_rows(step.rows(), {0: audio[0, :2], 1: audio[1, 1:]})
 
 
 def test_a_graph_may_stage_some_of_the_declared_outputs() -> None:

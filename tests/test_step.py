@@ -59,7 +59,7 @@ def test_row_ids_are_frozen_at_launch() -> None:
 def test_a_stop_check_withholds_an_output_of_a_row() -> None:
     """As if its span were empty: for the named output alone, and for rows that were cut already."""
     x, n = torch.randn(3, 5), torch.tensor([5, 2, 3])
-    with spangraph.compile(Twice(), backend=SimulatedDevice()).launch(x, n, rows="abc") as step:
+    with spangraph.compile(Twice(), backend=SimulatedDevice()).launch(x, n, rows=list("abc")) as step:
         audio, pitch = step.rows("audio"), step.rows("pitch")
         owned = audio.own()
         step.withhold("b", "audio")
@@ -77,7 +77,7 @@ def test_withholding_hides_a_bad_span_too() -> None:
     """An aborted request's garbage is nobody's error."""
     engine = Engine(bs=2)
     batch = Batch.of([(0, 4), (5, 3)])
-    step = engine.launch(batch, "ab")
+    step = engine.launch(batch, list("ab"))
     step.withhold("b")
     assert_rows(step.rows(), {"a": batch.padded[0, :4]})
 
@@ -85,7 +85,7 @@ def test_withholding_hides_a_bad_span_too() -> None:
 def test_withholding_what_is_not_there_is_refused_and_withholds_nothing() -> None:
     engine = Engine(bs=2)
     batch = Batch.of([(0, 4), (1, 3)])
-    step = engine.launch(batch, "ab")
+    step = engine.launch(batch, list("ab"))
     with pytest.raises(RowLookupError, match=r"no row 'c' in this step; its rows are \['a', 'b'\]"):
         step.withhold("c")
     with pytest.raises(RowLookupError, match=r"no spanned output for 'video'"):
@@ -95,18 +95,21 @@ def test_withholding_what_is_not_there_is_refused_and_withholds_nothing() -> Non
 
 def test_row_ids_must_fit_the_rows() -> None:
     engine = Engine(bs=3)
-    for rows, num_rows, message in [
-        ("aab", None, r"row ids \['a', 'a', 'b'\] hold one id twice"),
-        ("ab", None, r"2 row ids for 3 rows \(batch of 3\): give one id per row, and num_rows=2 if the other rows are"),
-        ("abcd", None, r"4 row ids for 3 rows"),
-        ("abc", 2, r"3 row ids for 2 rows"),
+    cases: list[tuple[Any, int | None, str]] = [
+        (["a", "a", "b"], None, r"row ids \['a', 'a', 'b'\] hold one id twice"),
+        (["a", "b"], None, r"2 row ids for 3 real rows: give one id per real row\. num_rows= says"),
+        (["a", "b", "c", "d"], None, r"4 row ids for 3 real rows"),
+        (["a", "b", "c"], 2, r"3 row ids for 2 real rows"),
+        ("abc", None, r"rows='abc' is one string: expected a sequence of row ids"),
+        ([["a"], ["b"], ["c"]], None, r"row ids \[\['a'\], \['b'\], \['c'\]\] cannot be keys \(unhashable"),
         (None, 4, r"num_rows=4 of a batch of 3 rows"),
         (None, -1, r"num_rows=-1 of a batch of 3 rows"),
-    ]:
+    ]
+    for rows, num_rows, message in cases:
         with pytest.raises(InputError, match=message):
             engine.launch(Batch.random(3), rows, num_rows=num_rows)
     batch = Batch.random(3)
-    with engine.launch(batch, "ab", num_rows=2) as step:
+    with engine.launch(batch, list("ab"), num_rows=2) as step:
         assert step.generation == 1  # what was refused took nothing
         assert_rows(step.rows(), batch.rows("ab"))
 
@@ -209,7 +212,7 @@ def test_a_kept_crop_keeps_nothing_else_alive(backend: type[Backend]) -> None:
     the other rows' bytes."""
     compiled = spangraph.compile(Twice(), backend=backend())
     x, n = torch.randn(2, 2**18), torch.tensor([1, 2**18])
-    kept = []
+    kept, result = [], None
     for _ in range(20):
         result = compiled(x, n)
         kept.append(result.outputs["audio"][0])

@@ -3,6 +3,9 @@
 import collections
 import dataclasses
 import enum
+import logging
+import sys
+import threading
 from typing import Any, NamedTuple
 
 import pytest
@@ -197,6 +200,10 @@ class Params:
     times: int
 
 
+class Tag(str):
+    """Looks like a str."""
+
+
 # Pairs that a careless key would take for one: equal values of other types, equal hashes, equal text.
 @TRACES
 @pytest.mark.parametrize(
@@ -211,6 +218,7 @@ class Params:
         (Kind.DOUBLE, Kind.TRIPLE),
         (None, 0),
         (1, 1 + 0j),
+        ("a", Tag("a")),
     ],
     ids=str,
 )
@@ -289,9 +297,35 @@ def test_a_failing_export_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
     assert captured.out + captured.err == ""
 
 
+def test_a_failing_export_does_not_log() -> None:
+    """Its handlers hold the standard error of their own; other threads' records pass."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        logging.getLogger("torch.export").warning("of this thread")
+        thread = threading.Thread(target=lambda: logging.getLogger("torch.export").warning("of another"))
+        thread.start()
+        thread.join()
+        return x + 1 if x.max() > 0 else x
+
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental.symbolic_shapes")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        with pytest.raises(TraceError):
+            compiled(plain(forward), trace="export").launch(torch.ones(2))
+        assert records == ["of another"]
+        loggers[0].warning("afterwards")
+        assert records == ["of another", "afterwards"]
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+
+
 def test_what_the_forward_prints_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
     """The mirrored case."""
-    import sys
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         print("hello", file=sys.stderr)

@@ -157,6 +157,18 @@ def test_assigned_data_is_followed_by_a_graph_and_noticed_by_a_capture() -> None
         captured.launch(*batch())
 
 
+@BACKENDS
+def test_a_buffer_that_to_rebinds_is_noticed(on: str) -> None:
+    """`Module.to` writes the dict of buffers past every hook, and the graph keeps the old one alive."""
+    model = plain(lambda self, x: x + self.offset)
+    model.register_buffer("offset", torch.tensor([1.0]))
+    run = compiled(model, on, "export")
+    assert run(torch.ones(2)).tolist() == [2, 2]
+    model.double()
+    with pytest.raises(StaleGraphError, match="offset was replaced after the trace"):
+        run.launch(torch.ones(2))
+
+
 def test_tensors_replaced_in_another_model_do_not_count() -> None:
     """The mirrored case: what is counted is process-wide, what is compared is this model's."""
     model, other = Weighted(), Weighted()
