@@ -141,10 +141,9 @@ def test_a_read_that_also_feeds_an_assertion_is_left() -> None:
 
 def test_erasing_nothing_returns_the_same_graph() -> None:
     gm = torch.export.export(plain(lambda self, x: torch.relu(x)), (torch.ones(2),)).module(check_guards=False)
-    before = [node.name for node in gm.graph.nodes]
-    assert erase_assertions(gm) is gm
-    assert refuse_host_reads(gm) is gm
-    assert [node.name for node in gm.graph.nodes] == before
+    before = str(gm.graph)
+    assert refuse_host_reads(erase_assertions(gm)) is gm
+    assert str(gm.graph) == before
 
 
 def test_erasing_keeps_what_others_depend_on() -> None:

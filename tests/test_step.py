@@ -1,6 +1,7 @@
 """`Step`: the ticket. Row ids are frozen, leases end, and what was made one's own is kept."""
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -220,6 +221,17 @@ def test_a_kept_crop_keeps_nothing_else_alive(backend: type[Backend]) -> None:
     gc.collect()
     assert all(crop.untyped_storage().nbytes() == 4 for crop in kept)
     assert torch.equal(torch.stack(kept), (x[0, :1] * 2).expand(20, 1))
+
+
+def test_a_released_step_keeps_no_outputs_alive() -> None:
+    """K19: tickets are kept for their row ids, owned rows for their values; neither for the padded batch."""
+    compiled = spangraph.compile(Twice(), backend=InlineBackend())
+    step = compiled.launch(torch.randn(2, 5), torch.tensor([1, 5]))
+    owned, padded = step.rows("audio").own(), weakref.ref(step.output(0))
+    assert padded() is not None
+    step.release()
+    assert padded() is None
+    assert list(owned) == list(step.row_ids)
 
 
 def test_owned_rows_are_ordinary_tensors() -> None:
