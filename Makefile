@@ -54,7 +54,7 @@ mypy: $(VENV)/.stamp-lint typing-links
 
 pyright: $(VENV)/.stamp-lint typing-links
 	@echo "== pyright"
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --project . --pythonpath $(BIN)/python
 
 # The type checkers see the package as it is installed: one folder spangraph with passes and kernels inside.
 typing-links:
