@@ -10,8 +10,10 @@ import contextlib
 import gc
 import os
 import platform
+import sys
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -123,8 +125,9 @@ class Backend(ABC):
         """Run what cannot be captured on the current stream."""
         fn()
 
-    def before_free(self) -> None:  # noqa: B027 - nothing to do is the default
-        """Called when memory of a ring is collected: nothing on the device may use it any more."""
+    def before_free(self, memory: object) -> None:  # noqa: B027 - nothing to do is the default
+        """Called by finalisers, on any thread, when `memory` of a ring is collected: nothing on the device may use it
+        any more."""
 
     def begin_launch(self) -> None:  # noqa: B027
         """Called on the launching thread before a launch, where captures and launches must not meet."""
@@ -260,6 +263,9 @@ class _CaptureGate:
 
     Shared, not a mutex: a launch may last as long as the caller's `with` block, and may wait for a reader who must
     query events meanwhile.
+
+    Attributes:
+        postponed: what finalisers could not do during a capture.
     """
 
     def __init__(self) -> None:
@@ -267,6 +273,7 @@ class _CaptureGate:
         self._inside: dict[int, int] = {}  # thread -> how many launches and queries it is in
         self._capturing: int | None = None
         self._depth = 0
+        self.postponed: deque[Callable[[], None]] = deque()
 
     def enter(self) -> None:
         me = threading.get_ident()
@@ -274,6 +281,14 @@ class _CaptureGate:
             if me not in self._inside:
                 self._changed.wait_for(lambda: self._capturing in (None, me))
             self._inside[me] = self._inside.get(me, 0) + 1
+
+    def try_enter(self) -> bool:
+        """Enter, or say that a capture is going on, on this thread or another."""
+        with self._changed:
+            if self._capturing is not None:
+                return False
+            self.enter()
+            return True
 
     def leave(self) -> None:
         me = threading.get_ident()
@@ -306,6 +321,8 @@ class _CaptureGate:
                 if not self._depth:
                     self._capturing = None
                     self._changed.notify_all()
+            while self._capturing is None and self.postponed:
+                self.postponed.popleft()()
 
 
 @contextlib.contextmanager
@@ -406,8 +423,17 @@ class CudaBackend(Backend):
         with self._gate.open():
             self._cuda.synchronize(self.device)
 
-    def before_free(self) -> None:
-        self.synchronize()
+    def before_free(self, memory: object) -> None:
+        # A drain would break a capture by this thread, and wait for one by another, which may wait for this thread.
+        if sys.is_finalizing():
+            return
+        if not self._gate.try_enter():
+            self._gate.postponed.append(lambda: self.before_free(memory))
+            return
+        try:
+            self._cuda.synchronize(self.device)
+        finally:
+            self._gate.leave()
 
     def is_host(self, value: Tensor) -> bool:
         return value.device != self.device

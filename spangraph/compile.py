@@ -347,7 +347,8 @@ class Compiled:
         num_rows = next(iter(sizes.values())) if sizes else (first[0] if first else 0)
         buffer = self._core.new_buffer(widths, num_rows) if widths else None
         staged = list(column_of)
-        count = self._ring.depth if backend.static else 1
+        # A plain copy's slot is baked in, so it takes a graph per step in flight on every backend.
+        count = self._ring.depth if backend.static or self._core.staging == "copy" else 1
         instances = []
         for i in range(count):
             tail = self._core.new_tail(

@@ -67,13 +67,13 @@ class SlotBuffer:
         """The generation that the slot holds."""
         return int(self._words[slot * self.layout.num_words])
 
-    def __del__(self) -> None:
-        self._backend.before_free()
-
     def copy_out(self, slot: int) -> memoryview:
         """A private copy of the slot's words."""
         size = self.layout.num_words * _WORD
         return memoryview(bytes(self._bytes[slot * size : (slot + 1) * size])).cast("q")
+
+    def __del__(self) -> None:
+        self._backend.before_free(vars(self).get("memory"))
 
 
 @dataclass(eq=False, slots=True)
@@ -464,7 +464,7 @@ class Ring:
                 self._reap()
 
     def __del__(self) -> None:
-        self.backend.before_free()
+        self.backend.before_free((vars(self).get("control"), vars(self).get("cursor")))
 
     def describe(self) -> str:
         """The ring's state, for messages. Takes no lock: it may be asked for because somebody does not let go of it."""

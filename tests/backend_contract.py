@@ -119,6 +119,21 @@ class BackendContract:
                 check(step.rows("audio"), model, x, n)
                 assert step.row_values("calls").tolist() == [call] * 3
 
+    @pytest.mark.parametrize("staging", ["kernel", "copy"])
+    def test_as_many_steps_in_flight_as_depth_says(self, rig: Rig, staging: str) -> None:
+        """The plain copy had one slot on the inline backend, whatever the depth."""
+        model = Counting().to(rig.backend.device)
+        with spangraph.compile(model, backend=rig.backend, depth=3, staging=staging) as run:
+            run(*inputs())
+            for first in range(2, 10, 3):
+                batches = [inputs() for _ in range(3)]
+                with rig.busy():
+                    steps = [run.launch(x, n) for x, n in batches]
+                for call, (step, (x, n)) in reversed(list(enumerate(zip(steps, batches, strict=True), first))):
+                    with step:
+                        check(step.rows(), model, x, n)
+                        assert step.row_values("calls").tolist() == [call] * 3
+
     def test_padding_rows_never_surface(self, compiled: tuple[Compiled, Counting]) -> None:
         """K7: one real row in a bucket of three after a batch of three."""
         run, model = compiled

@@ -147,7 +147,8 @@ class FakeCuda:
         if threading.get_ident() == self._capturer:
             self.refuse_while_capturing()
         self.note("synchronize")
-        self.simulated.synchronize()
+        if threading.current_thread().name != "simulated-stream":  # a finaliser may run anywhere, also on the device
+            self.simulated.synchronize()
 
     def Stream(self, device: torch.device) -> FakeStream:
         queue = self.simulated.new_stream()

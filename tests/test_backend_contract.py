@@ -436,6 +436,30 @@ def test_a_ring_is_drained_before_its_memory_is_freed(fake: FakeCudaRig) -> None
     assert sorted(calls[1::2]) == ["freed control", "freed slots"]
 
 
+def test_memory_that_is_collected_during_a_capture_is_freed_after_it(fake: FakeCudaRig) -> None:
+    """A drain would break the capture. One in another thread would wait for it, which hung where the capture, in turn,
+    waited for that thread."""
+    cuda = fake.cuda
+    kept = [hand_captured(fake) for _ in range(2)]
+    for i in range(2):
+        weakref.finalize(kept[i][0]._buffer.memory.host, cuda.note, "freed")
+    del cuda.log[:]
+
+    def forward() -> Tensor:
+        if cuda.capturing:
+            kept.pop()
+            other = threading.Thread(target=kept.pop)
+            other.start()
+            other.join(60)
+            assert not other.is_alive()
+        return torch.ones(2) * 2
+
+    fake.backend.capture(forward)
+    calls = [call[0] for call in cuda.calls("captured", "synchronize", "freed")]
+    assert calls[:2] == ["captured", "synchronize"]
+    assert calls.count("freed") == 2
+
+
 def test_the_default_device_is_the_current_one(cuda: FakeCuda) -> None:
     with cuda.device(torch.device("cuda", 1)):
         assert CudaBackend(cuda=cuda).device == torch.device("cuda", 1)

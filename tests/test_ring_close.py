@@ -108,7 +108,7 @@ class DrainCounter(SimulatedDevice):
         super().__init__()
         self.freed: list[bool] = []
 
-    def before_free(self) -> None:
+    def before_free(self, memory: object) -> None:
         self.synchronize()
         self.freed.append(True)
 

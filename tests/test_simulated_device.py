@@ -310,7 +310,7 @@ def test_profiling_does_not_drain_the_device() -> None:
     device = SimulatedDevice()
     compiled = spangraph.compile(model, backend=device)
     expected = compiled(*inputs).outputs["y"][0]
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         device.hold()
         step = compiled.launch(*inputs)
         assert not step.is_done
