@@ -209,3 +209,17 @@ class FakeCuda:
         monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
         monkeypatch.setattr(Tensor, "record_stream", record_stream)
         monkeypatch.setattr(Tensor, "copy_", copy_)
+
+
+class Slow:
+    """A function whose capture lasts until it is told to end."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.entered, self.may_end = threading.Event(), threading.Event()
+
+    def __call__(self) -> Tensor:
+        if self.cuda.capturing:
+            self.entered.set()
+            assert self.may_end.wait(60)
+        return torch.ones(2) * 2

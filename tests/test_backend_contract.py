@@ -19,7 +19,7 @@ from spangraph.backends import Graph, debug_enabled, resolve_backend
 from spangraph.testing import SimulatedDevice
 
 from .backend_contract import BackendContract, Counting, Failing, Rig, check, inputs
-from .fake_cuda import FakeCuda
+from .fake_cuda import FakeCuda, Slow
 
 # ---- the contract --------------------------------------------------------------------------------------------------
 
@@ -320,20 +320,6 @@ def test_each_step_has_an_event_of_its_own(fake: FakeCudaRig) -> None:
 
 
 # ---- captures and other threads ------------------------------------------------------------------------------------
-
-
-class Slow:
-    """A function whose capture lasts until it is told to end."""
-
-    def __init__(self, cuda: FakeCuda) -> None:
-        self.cuda = cuda
-        self.entered, self.may_end = threading.Event(), threading.Event()
-
-    def __call__(self) -> Tensor:
-        if self.cuda.capturing:
-            self.entered.set()
-            assert self.may_end.wait(60)
-        return torch.ones(2) * 2
 
 
 # Long enough for a waiter that polls every millisecond at most, or a launch of microseconds, to come through.
