@@ -26,48 +26,28 @@ _MARK = "mark(Tensor value, Tensor spans, str key, str name) -> ()"
 _MARK_VALUE = "mark_value(Tensor value, str key, str name) -> ()"
 
 
-def _stage_cpu(
-    cursor: Tensor,
-    slots: Tensor,
-    control: Tensor,
-    columns: Sequence[Tensor],
-    offsets: Sequence[int],
-    graph: int,
-    mirror: Tensor | None = None,
-    slot: int = 0,
-) -> None:
-    if mirror is None:
-        stage_ref(cursor, slots, control, columns, offsets, graph)
-    else:
-        stage_copy(cursor, slots, control, columns, offsets, graph, mirror, slot)
+def _stage_by(ring_kernel: Callable[..., None]) -> Callable[..., None]:
+    """The operator's implementation: `ring_kernel`, or the plain copy where a mirror is given."""
+
+    def run(
+        cursor: Tensor,
+        slots: Tensor,
+        control: Tensor,
+        columns: Sequence[Tensor],
+        offsets: Sequence[int],
+        graph: int,
+        mirror: Tensor | None = None,
+        slot: int = 0,
+    ) -> None:
+        if mirror is None:
+            ring_kernel(cursor, slots, control, columns, offsets, graph)
+        else:
+            stage_copy(cursor, slots, control, columns, offsets, graph, mirror, slot)
+
+    return run
 
 
-def _stage_cuda(
-    cursor: Tensor,
-    slots: Tensor,
-    control: Tensor,
-    columns: Sequence[Tensor],
-    offsets: Sequence[int],
-    graph: int,
-    mirror: Tensor | None = None,
-    slot: int = 0,
-) -> None:
-    if mirror is None:
-        stage(cursor, slots, control, columns, offsets, graph)
-    else:
-        stage_copy(cursor, slots, control, columns, offsets, graph, mirror, slot)
-
-
-def _stage_fake(
-    cursor: Tensor,
-    slots: Tensor,
-    control: Tensor,
-    columns: Sequence[Tensor],
-    offsets: Sequence[int],
-    graph: int,
-    mirror: Tensor | None = None,
-    slot: int = 0,
-) -> None:
+def _stage_fake(*args: object, **kwargs: object) -> None:
     pass
 
 
@@ -98,6 +78,6 @@ def _define(
 # library lives as long as its kernels, whose globals hold it.
 if not hasattr(getattr(torch.ops, _NAMESPACE), "stage"):
     _library = torch.library.Library(_NAMESPACE, "DEF")
-    _define(_library, _STAGE, _stage_fake, CPU=_stage_cpu, CUDA=_stage_cuda)
+    _define(_library, _STAGE, _stage_fake, CPU=_stage_by(stage_ref), CUDA=_stage_by(stage))
     _define(_library, _MARK, _mark, CPU=_mark, CUDA=_mark)
     _define(_library, _MARK_VALUE, _mark_value, CPU=_mark_value, CUDA=_mark_value)
