@@ -16,6 +16,7 @@ from spangraph.errors import (
     HostReadError,
     InputError,
     MergeError,
+    PipelineError,
     RingFullError,
     RowLookupError,
     SpanError,
@@ -27,6 +28,7 @@ from spangraph.errors import (
     StepTimeoutError,
     TraceError,
 )
+from spangraph.pipeline import Edge, Node, Pipeline
 from spangraph.stager import SpanStager, Tail
 from spangraph.step import Rows, Step
 
@@ -40,10 +42,14 @@ __all__ = [
     "CudaBackend",
     "DeclarationError",
     "Diagnostic",
+    "Edge",
     "HostReadError",
     "InlineBackend",
     "InputError",
     "MergeError",
+    "Node",
+    "Pipeline",
+    "PipelineError",
     "RingFullError",
     "RowLookupError",
     "Rows",

@@ -45,6 +45,10 @@ class HostReadError(TraceError):
         self.diagnostics = tuple(diagnostics)
 
 
+class PipelineError(SpangraphError, ValueError):
+    """A pipeline, or the file it comes from, names what does not exist, twice, or what cannot start."""
+
+
 class CaptureError(SpangraphError, RuntimeError):
     """A graph could not be captured. Pool, stream and ring are as before; the next launch captures again."""
 

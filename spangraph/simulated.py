@@ -1,0 +1,491 @@
+"""A simulated device for machines without a GPU: an in-order asynchronous stream on a thread, as hostile as CUDA.
+
+Use it wherever a device is asked for: `spangraph.compile(model, backend=SimulatedDevice())`,
+`SpanStager(..., device=SimulatedDevice())`. Outputs are static and poisoned as soon as the contract lets them die;
+kernels run only while the device is not held; what a kernel writes to the host lands only when it may; host reads
+cannot be captured; a capture executes nothing; and each of its parts can be made to fail.
+
+    device = SimulatedDevice()
+    graph = device.new_graph()
+    with device.graph(graph):                 # as torch.cuda.graph
+        y = model(x)
+    device.hold()                             # kernels wait
+    graph.replay()                            # returns at once
+    device.resume()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spangraph.backends import Backend, Event, Graph, Pinned, poison_, preserve_generators, writable
+from spangraph.errors import CaptureError, InputError
+from spangraph.host_state import storage_key
+from spangraph.passes.host_reads import diagnose_read, read_by
+from spangraph.watch import SavedMemory, user_line
+
+T = TypeVar("T")
+_STAGE = torch.ops.spangraph.stage.default
+
+
+class _Gate:
+    """Lets work through, or holds it until it may go on."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._permits: int | None = None  # None: open
+
+    def hold(self) -> None:
+        with self._changed:
+            self._permits = 0
+
+    def open(self) -> None:
+        with self._changed:
+            self._permits = None
+            self._changed.notify_all()
+
+    def let(self, count: int) -> None:
+        with self._changed:
+            if self._permits is not None:
+                self._permits += count
+                self._changed.notify_all()
+
+    def enter(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._permits is None or self._permits > 0)
+            if self._permits is not None:
+                self._permits -= 1
+
+
+class SimulatedEvent:
+    """A point in a simulated stream."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self._error: BaseException | None = None
+        self.fail: BaseException | None = None
+
+    def _reach(self, error: BaseException | None) -> None:
+        self._error = error
+        self._reached.set()
+
+    def query(self) -> bool:
+        """Whether the work before it is done; raises what that work raised."""
+        if self.fail is not None:
+            raise self.fail
+        if not self._reached.is_set():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """Block until it is."""
+        if self.fail is None:
+            self._reached.wait()
+        self.query()
+
+
+@dataclass
+class _Ungated:
+    """Work that is no kernel: it runs in stream order, but is neither held nor counted."""
+
+    run: Callable[[], object]
+
+
+class SimulatedStream:
+    """An in-order queue of work with a thread of its own."""
+
+    def __init__(self, kernels: _Gate) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], object] | _Ungated | SimulatedEvent | None] = queue.SimpleQueue()
+        worker = threading.Thread(target=_work, args=(self._queue, kernels), daemon=True, name="simulated-stream")
+        worker.start()
+        weakref.finalize(self, self._queue.put, None)
+
+    def enqueue(self, item: Callable[[], object] | _Ungated | SimulatedEvent) -> None:
+        """Append a kernel or an event."""
+        self._queue.put(item)
+
+
+def _work(items: queue.SimpleQueue[Callable[[], object] | _Ungated | SimulatedEvent | None], kernels: _Gate) -> None:
+    error: BaseException | None = None
+    while (item := items.get()) is not None:
+        if isinstance(item, SimulatedEvent):
+            item._reach(error)
+            error = None
+            continue
+        if isinstance(item, _Ungated):
+            kernel = item.run
+        else:
+            kernel = item
+            kernels.enter()
+        try:
+            with torch.inference_mode():
+                kernel()
+        except BaseException as failure:  # noqa: BLE001 - surfaces at the next event, as on a device
+            error = failure
+        del item, kernel  # do not keep a graph alive while waiting for work
+
+
+@dataclass
+class _Op:
+    func: Any
+    spec: pytree.TreeSpec
+    leaves: list[Any]  # arguments: _Ref or a value; external tensors as they are
+    results: list[int | None]
+
+
+@dataclass(frozen=True)
+class _Ref:
+    index: int
+
+
+class _Tape(TorchDispatchMode):
+    """Records operators during a capture. What it runs to learn shapes leaves no trace in memory from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[_Op] = []
+        self._indices: dict[int, int] = {}
+        self._made: list[Tensor] = []  # keeps ids unique until the end of the capture
+        self._memory = SavedMemory()
+        self._external: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if what := read_by(func, args, kwargs):
+            raise CaptureError(f"operation not permitted when stream is capturing: {diagnose_read(what, user_line())}")
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        recorded = [self._argument(leaf) for leaf in leaves]
+        if func is _STAGE:  # has no result; and other graphs may be staging, which an undo would undo
+            self.ops.append(_Op(func, spec, recorded, [None]))
+            return None
+        self._memory.before(func, args, kwargs, lambda tensor: storage_key(tensor) in self._external)
+        with torch._C.DisableTorchFunction():  # a host read inside an operator is the operator's own
+            out = func(*args, **kwargs)
+        self.ops.append(_Op(func, spec, recorded, [self._result(leaf) for leaf in pytree.tree_leaves(out)]))
+        return out
+
+    def _argument(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) in self._indices:
+            return _Ref(self._indices[id(leaf)])
+        self._external.add(storage_key(leaf))
+        return leaf.detach()  # the memory of now, as in a captured graph: `parameter.data = ...` leads elsewhere
+
+    def _result(self, leaf: Any) -> int | None:
+        if not isinstance(leaf, Tensor):
+            return None
+        if id(leaf) not in self._indices:
+            self._indices[id(leaf)] = len(self._made)
+            self._made.append(leaf)
+        return self._indices[id(leaf)]
+
+    def finish(self) -> dict[int, Tensor]:
+        """Undo what ran; returns the results that somebody still holds: the graph's static memory."""
+        self._memory.restore()
+        references = [weakref.ref(tensor) for tensor in self._made]
+        self._made.clear()
+        alive = {i: tensor for i, ref in enumerate(references) if (tensor := ref()) is not None}
+        return {i: tensor for i, tensor in alive.items() if storage_key(tensor) not in self._external}
+
+
+class _HostReads(TorchFunctionMode):
+    """Refuses what reads a CPU tensor without an operator that the tape would see."""
+
+    _READS: ClassVar = {
+        Tensor.tolist: ".tolist()",
+        Tensor.numpy: ".numpy()",
+        Tensor.__array__: "numpy",
+        Tensor.cpu: ".cpu()",
+        Tensor.__repr__: "print, repr",
+        Tensor.__format__: "print, format",
+    }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._READS:
+            read = diagnose_read(f"a tensor's values ({self._READS[func]})", user_line())
+            raise CaptureError(f"operation not permitted when stream is capturing: {read}")
+        return func(*args, **(kwargs or {}))
+
+
+class Pool:
+    """Memory that several graphs share: a replay of one overwrites the outputs of the others."""
+
+    def __init__(self) -> None:
+        self.graphs: weakref.WeakSet[SimulatedGraph] = weakref.WeakSet()
+
+
+class SimulatedGraph:
+    """A captured graph; `replay()` enqueues it on the current stream."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+        self._ops: list[_Op] | None = None
+        self._static: dict[int, Tensor] = {}
+        self.pool = Pool()
+
+    def replay(self) -> None:
+        """Enqueue the captured work.
+
+        Raises:
+            CaptureError: if nothing was captured.
+        """
+        if self._ops is None:
+            raise CaptureError("replay of a graph that was never captured: capture it with device.graph(graph).")
+        self._device._raise_fault("replay")
+        lose_staging = self._device._take_fault("staging") is not None
+        self._device.launch(lambda: self._run(lose_staging))
+
+    def _run(self, lose_staging: bool) -> None:
+        assert self._ops is not None, "replay() checked"
+        self._device._raise_fault("kernel")
+        for other in list(self.pool.graphs):
+            poison_(other._static.values())
+        values: dict[int, Tensor] = {}
+        for op in self._ops:
+            if op.func is _STAGE and lose_staging:
+                continue
+            leaves = [values[leaf.index] if isinstance(leaf, _Ref) else leaf for leaf in op.leaves]
+            args, kwargs = pytree.tree_unflatten(leaves, op.spec)
+            with self._device._pinned_lock if op.func is _STAGE else contextlib.nullcontext():
+                out = pytree.tree_leaves(op.func(*args, **kwargs))
+            values.update((i, tensor) for i, tensor in zip(op.results, out, strict=True) if i is not None)
+        for index, tensor in self._static.items():
+            writable(tensor, tensor).copy_(writable(values[index], tensor))
+        self._device._land()
+
+
+class SimulatedDevice(Backend):
+    """An asynchronous device on threads of this process. Tensors are CPU tensors.
+
+    Control: `hold`, `resume`, `let(n)` for kernels; `hold_copies`, `land_copies` for what kernels write to the host;
+    `fail_next(kind)` for faults:
+
+    | kind | what happens, once |
+    | --- | --- |
+    | `"capture"` | a capture raises |
+    | `"replay"` | a replay raises on the launch thread; nothing is enqueued |
+    | `"kernel"` | a replay raises on the device; the next event reports it |
+    | `"staging"` | a replay runs without its staging node |
+    | `"copy"` | what a replay wrote to the host never lands |
+    | `"wait"` | waiting for the next event that is recorded raises |
+
+    `synchronize` raises what a kernel raised and no event has reported.
+    """
+
+    name = "simulated"
+    static = True
+    ordered_header = True
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._kernels = _Gate()
+        self._copies = _Gate()
+        self._faults: dict[str, list[BaseException]] = defaultdict(list)
+        self._landings: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = []
+        self._pinned_lock = threading.Lock()  # one stream lands only what another has wholly written
+        self._owned: dict[int, int] = defaultdict(int)  # storages of static outputs
+        self._capture = threading.RLock()
+        self._streams: weakref.WeakSet[SimulatedStream] = weakref.WeakSet()
+        self._default = self.new_stream()
+        self._current = threading.local()
+
+    # ---- control -------------------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Let no further kernel start."""
+        self._kernels.hold()
+
+    def resume(self) -> None:
+        """Let kernels run."""
+        self._kernels.open()
+
+    def let(self, count: int) -> None:
+        """While held: let `count` more kernels (input copies, replays, `launch`; no events, waits or poison) run."""
+        self._kernels.let(count)
+
+    def hold_copies(self) -> None:
+        """Let nothing that kernels write to the host land; the stream waits there, and so do the events behind."""
+        self._copies.hold()
+
+    def land_copies(self) -> None:
+        """Let it land."""
+        self._copies.open()
+
+    def fail_next(self, kind: str, error: BaseException | None = None) -> None:
+        """Make one thing fail, once; see the class.
+
+        Raises:
+            InputError: for an unknown kind.
+        """
+        if kind not in ("capture", "replay", "kernel", "staging", "copy", "wait"):
+            raise InputError(f"fail_next({kind!r}): expected capture, replay, kernel, staging, copy or wait.")
+        self._faults[kind].append(error or RuntimeError(f"simulated {kind} failure"))
+
+    def _take_fault(self, kind: str) -> BaseException | None:
+        return self._faults[kind].pop(0) if self._faults[kind] else None
+
+    def _raise_fault(self, kind: str) -> None:
+        if (error := self._take_fault(kind)) is not None:
+            raise error
+
+    # ---- streams and graphs --------------------------------------------------------------------------------------
+
+    def new_stream(self) -> SimulatedStream:
+        """A further stream."""
+        stream = SimulatedStream(self._kernels)
+        self._streams.add(stream)
+        return stream
+
+    @contextlib.contextmanager
+    def use_stream(self, stream: SimulatedStream) -> Iterator[None]:
+        """Make `stream` this thread's current one."""
+        before = self.stream()
+        self._current.stream = stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def launch(self, kernel: Callable[[], object]) -> None:
+        """Enqueue any function as a kernel on the current stream."""
+        self.stream().enqueue(kernel)
+
+    def new_graph(self) -> SimulatedGraph:
+        """An empty graph, to be captured with `graph()`."""
+        return SimulatedGraph(self)
+
+    @contextlib.contextmanager
+    def graph(self, graph: SimulatedGraph, pool: Pool | None = None) -> Iterator[None]:
+        """Capture the block into `graph`. Nothing in it is executed; what it makes is static memory of the graph.
+
+        Memory from outside that the block updates must not be written by replays of other threads meanwhile.
+
+        Raises:
+            CaptureError: at a host read.
+        """
+        with self._capture:
+            self.synchronize()
+            tape = _Tape()
+            try:
+                with preserve_generators(self.device), _HostReads(), tape:
+                    self._raise_fault("capture")
+                    yield
+            finally:
+                static = tape.finish()
+            with torch.inference_mode():
+                poison_(static.values())
+            graph._ops, graph._static = tape.ops, static
+            graph.pool = pool or graph.pool
+            graph.pool.graphs.add(graph)
+            keys = {storage_key(tensor) for tensor in static.values()}
+            for key in keys:
+                self._owned[key] += 1
+            weakref.finalize(graph, self._disown, keys)
+
+    def _disown(self, keys: set[int]) -> None:
+        for key in keys:
+            self._owned[key] -= 1
+            if not self._owned[key]:
+                del self._owned[key]
+
+    # ---- Backend -------------------------------------------------------------------------------------------------
+
+    def pinned(self, *shape: int, writer: str) -> Pinned:
+        with torch.inference_mode(False):
+            host = torch.zeros(shape, dtype=torch.int64)
+            if writer == "host":
+                return Pinned(host, host)
+            pinned = Pinned(host, torch.zeros(shape, dtype=torch.int64))
+        self._landings.append((weakref.ref(pinned.host), weakref.ref(pinned.device)))
+        return pinned
+
+    def host_buffer(self, like: Tensor) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+    def is_host(self, value: Tensor) -> bool:
+        return storage_key(value) not in self._owned
+
+    def capture(self, fn: Callable[[], T], *, generators: Sequence[torch.Generator] = ()) -> tuple[Graph, T]:
+        graph = self.new_graph()
+        with self._capture:
+            self.synchronize()
+            fn()  # warm-up
+            with self.graph(graph):
+                result = fn()
+        return graph, result
+
+    def stream(self) -> SimulatedStream:
+        stream: SimulatedStream | None = getattr(self._current, "stream", None)
+        return stream or self._default
+
+    def record(self, stream: SimulatedStream | None = None) -> Event:
+        event = SimulatedEvent()
+        event.fail = self._take_fault("wait")
+        (stream or self.stream()).enqueue(event)
+        return event
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, SimulatedEvent), "recorded by this device"
+        self.stream().enqueue(_Ungated(event._reached.wait))  # its failure is the recording stream's
+
+    def synchronize(self) -> None:
+        events = []
+        for stream in list(self._streams):
+            events.append(SimulatedEvent())
+            stream.enqueue(events[-1])
+        for event in events:
+            event._reached.wait()
+        for event in events:
+            event.query()
+
+    def copy_in(self, static: Tensor, value: Tensor) -> None:
+        def copy() -> None:
+            static.copy_(value)
+
+        self.launch(copy)
+
+    def enqueue(self, fn: Callable[[], object]) -> None:
+        def run() -> None:
+            with self._pinned_lock:
+                fn()
+            self._land()
+
+        self.launch(run)
+
+    def poison(self, tensors: Sequence[Tensor], after: Sequence[Event] = ()) -> None:
+        mine = [tensor for tensor in tensors if storage_key(tensor) in self._owned]
+        if mine:
+            for event in after:
+                self.wait(event)
+            self.stream().enqueue(_Ungated(lambda: poison_(mine)))
+
+    def _land(self) -> None:
+        self._copies.enter()
+        with self._pinned_lock:
+            lost = self._take_fault("copy") is not None
+            for host_ref, device_ref in list(self._landings):
+                host, device = host_ref(), device_ref()
+                if host is None or device is None:
+                    self._landings.remove((host_ref, device_ref))
+                elif lost:
+                    device.copy_(host)  # so that no later landing brings it
+                else:
+                    host[:, 2:].copy_(device[:, 2:])
+                    host[:, :2].copy_(device[:, :2])  # the header lands last
