@@ -15,10 +15,8 @@ from typing import Any
 from torch import nn
 
 import spangraph
-from spangraph import rules
+from spangraph import Pipeline, Report, Span, rules
 from spangraph.passes.nodes import is_user_file
-from spangraph.pipeline import Pipeline
-from spangraph.report import Report
 
 try:
     import click
@@ -49,8 +47,7 @@ def explain(code: str | None) -> None:
 
 def _input_spans(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> Any:
     try:
-        pairs = (text.partition("=") for text in given)
-        return {name: spangraph.Span(dims=tuple(map(int, dims.split(",")))) for name, _, dims in pairs}
+        return {name: Span(tuple(map(int, dims.split(",")))) for name, _, dims in (t.partition("=") for t in given)}
     except ValueError as error:  # also what Span raises
         raise click.BadParameter(f"{given}: expected NAME=DIM[,DIM], such as mel=-1 ({error})") from None
 

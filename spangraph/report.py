@@ -215,6 +215,6 @@ def _fingerprint(found: Diagnostic) -> str:
     """What stays when lines are added above, and on another machine."""
     file, _ = split_where(found.where)
     place = file and str(_relative(file) or Path(file).name)
-    message = re.sub(r"\S+:\d+\b", "", found.message)
+    message = re.sub(r"\S*:\d+\b", "", found.message.replace(file, ""))
     parts = "\0".join((found.rule, place, _source_line(found.where), found.node, message))
     return hashlib.sha256(parts.encode(errors="backslashreplace")).hexdigest()[:16]
