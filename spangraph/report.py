@@ -214,7 +214,7 @@ def _sarif_rule(code: str) -> dict[str, Any]:
 def _fingerprint(found: Diagnostic) -> str:
     """What stays when lines are added above, and on another machine."""
     file, _ = split_where(found.where)
-    place = file and str(_relative(file) or Path(file).name)
+    place = file and (_relative(file) or Path(os.path.basename(file))).as_posix()
     message = re.sub(r"\S*:\d+\b", "", found.message.replace(file, ""))
     parts = "\0".join((found.rule, place, _source_line(found.where), found.node, message))
     return hashlib.sha256(parts.encode(errors="backslashreplace")).hexdigest()[:16]
