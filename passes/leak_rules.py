@@ -1,4 +1,4 @@
-"""What operators that see more than one position do to one dim: where positions lie afterwards, how far padding reaches.
+"""What operators do to one dim: where positions lie afterwards, and how far padding reaches into valid ones.
 
 Where operators only move positions, `propagate_spans.RULES` says it; here is what that table leaves out, as where a
 convolution's output belongs is a convention, and how far each operator looks.
@@ -6,7 +6,7 @@ convolution's output belongs is a convention, and how far each operator looks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, inf
@@ -229,7 +229,7 @@ def _linear(call: Call, name: str, track: Track, index: int) -> Effect:
 
 def _attention(call: Call, name: str, track: Track, index: int) -> Effect:
     from_right = len(call.shape) - track.dim
-    if from_right == 2 and name in ("key", "value") or from_right == 1 and name != "value":
+    if (from_right == 2 and name in ("key", "value")) or (from_right == 1 and name != "value"):
         return _all(None, reason="it attends to them (where the mask is 0, NaN still counts)")
     return _seated(call, track, index, from_right)
 

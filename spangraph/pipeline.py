@@ -224,7 +224,10 @@ def _problems(pipeline: Pipeline) -> Iterator[str]:
         yield f"nodes.{name}: {names.count(name)} nodes have this name."
     if not pipeline.walks or len(set(pipeline.walks)) < len(pipeline.walks):
         yield f"walks: {list(pipeline.walks)}; expected different names, at least one."
-    for key, value, least in (("speculation_depth", pipeline.speculation_depth, 0), ("ring_depth", pipeline.ring_depth, 1)):
+    for key, value, least in (
+        ("speculation_depth", pipeline.speculation_depth, 0),
+        ("ring_depth", pipeline.ring_depth, 1),
+    ):
         if value is not None and (not isinstance(value, int) or value < least):
             yield f"{key}: {value!r}; expected a whole number, at least {least}."
     known = {node.name: node for node in pipeline.nodes}
@@ -330,7 +333,11 @@ class _Reader:
             lists = given.values() if isinstance(given, dict) and name == "spanned" else [given]
             strings = all(isinstance(item, str) for part in lists if isinstance(part, list) for item in part)
             right = isinstance(given, kinds[name]) and (kinds[name] is bool or not isinstance(given, bool))
-            if not right or not (strings or name == "edges") or (name == "spanned" and any(isinstance(p, str) for p in lists)):
+            if (
+                not right
+                or not (strings or name == "edges")
+                or (name == "spanned" and any(isinstance(p, str) for p in lists))
+            ):
                 raise PipelineError(f"{self._path}: {path} is {given!r}; expected {_describe(name, kinds[name])}.")
         return dict(value)
 
@@ -353,4 +360,6 @@ _TOML_KINDS = {
 def _describe(name: str, kind: Any) -> str:
     if name == "spanned":
         return "a list of names, or a table walk -> list of names"
-    return {str: "a string", bool: "true or false", int: "a whole number", list: "a list of strings"}.get(kind, "a table")
+    return {str: "a string", bool: "true or false", int: "a whole number", list: "a list of strings"}.get(
+        kind, "a table"
+    )

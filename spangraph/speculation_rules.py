@@ -82,7 +82,13 @@ def _conflict(pipeline: Pipeline, walk: str, edge: Edge) -> Diagnostic:
     source, target = pipeline.node(edge.node), pipeline.node(edge.target)
     own = edge.node == edge.target
     rule = "SG303" if own else "SG302" if edge.loop_back else "SG301"
-    taker = "its own next iteration" if own else f"the next iteration of {target.name!r}" if edge.loop_back else repr(target.name)
+    taker = (
+        "its own next iteration"
+        if own
+        else f"the next iteration of {target.name!r}"
+        if edge.loop_back
+        else repr(target.name)
+    )
     ends = repr(source.name) if own else f"{source.name!r} or {target.name!r}"
     elsewhere = "" if own else f", put {target.name!r} on another worker than {source.worker!r}"
     return Diagnostic(
