@@ -90,7 +90,7 @@ def _verify(target: str, walk: tuple[str, ...], strict: bool, input_span: Mappin
     if isinstance(found, Report):
         return found
     if isinstance(found, Pipeline):
-        return sum((found.verify(w, strict=strict) for w in walk or (None,)), Report())
+        return sum((found.verify(w) for w in walk or (None,)), Report())
     rest = {"strict": strict, "input_spans": input_span or None, "padding": padding or "both"}
     return sum((spangraph.verify(*found, walk=w, **rest) for w in walk or ("forward",)), Report())
 

@@ -204,7 +204,7 @@ class Pipeline:
         return [edge for edge in self.edges if edge.walks is None or walk in edge.walks]
 
     def verify(self, walk: str | None = None) -> Report:
-        """Find what may start before a cut, on one walk or on all.
+        """Find what may start before a cut, on one walk or on all: SG3xx and SG5xx, all of them errors.
 
         Raises:
             PipelineError: for an unknown walk.
@@ -224,10 +224,8 @@ def _problems(pipeline: Pipeline) -> Iterator[str]:
         yield f"nodes.{name}: {names.count(name)} nodes have this name."
     if not pipeline.walks or len(set(pipeline.walks)) < len(pipeline.walks):
         yield f"walks: {list(pipeline.walks)}; expected different names, at least one."
-    for key, value, least in (
-        ("speculation_depth", pipeline.speculation_depth, 0),
-        ("ring_depth", pipeline.ring_depth, 1),
-    ):
+    for key, least in (("speculation_depth", 0), ("ring_depth", 1)):
+        value = getattr(pipeline, key)
         if value is not None and (not isinstance(value, int) or value < least):
             yield f"{key}: {value!r}; expected a whole number, at least {least}."
     known = {node.name: node for node in pipeline.nodes}
@@ -330,14 +328,8 @@ class _Reader:
             path = f"{key}.{name}" if key else name
             if name not in kinds:
                 raise PipelineError(f"{self._path}: {path} is not known; expected one of {sorted(kinds)}.")
-            lists = given.values() if isinstance(given, dict) and name == "spanned" else [given]
-            strings = all(isinstance(item, str) for part in lists if isinstance(part, list) for item in part)
             right = isinstance(given, kinds[name]) and (kinds[name] is bool or not isinstance(given, bool))
-            if (
-                not right
-                or not (strings or name == "edges")
-                or (name == "spanned" and any(isinstance(p, str) for p in lists))
-            ):
+            if not right or not (name in ("nodes", "edges") or _holds_names(given)):
                 raise PipelineError(f"{self._path}: {path} is {given!r}; expected {_describe(name, kinds[name])}.")
         return dict(value)
 
@@ -357,9 +349,14 @@ _TOML_KINDS = {
 }
 
 
+def _holds_names(given: Any) -> bool:
+    """Whether every list in a value, or in a table of walks, holds strings."""
+    parts = given.values() if isinstance(given, dict) else [given] if isinstance(given, list) else []
+    return all(isinstance(part, list) and all(isinstance(name, str) for name in part) for part in parts)
+
+
 def _describe(name: str, kind: Any) -> str:
     if name == "spanned":
         return "a list of names, or a table walk -> list of names"
-    return {str: "a string", bool: "true or false", int: "a whole number", list: "a list of strings"}.get(
-        kind, "a table"
-    )
+    kinds = {str: "a string", bool: "true or false", int: "a whole number", list: "a list of strings"}
+    return kinds.get(kind, "a table")

@@ -82,13 +82,9 @@ def _conflict(pipeline: Pipeline, walk: str, edge: Edge) -> Diagnostic:
     source, target = pipeline.node(edge.node), pipeline.node(edge.target)
     own = edge.node == edge.target
     rule = "SG303" if own else "SG302" if edge.loop_back else "SG301"
-    taker = (
-        "its own next iteration"
-        if own
-        else f"the next iteration of {target.name!r}"
-        if edge.loop_back
-        else repr(target.name)
-    )
+    taker = repr(target.name)
+    if edge.loop_back:
+        taker = "its own next iteration" if own else f"the next iteration of {taker}"
     ends = repr(source.name) if own else f"{source.name!r} or {target.name!r}"
     elsewhere = "" if own else f", put {target.name!r} on another worker than {source.worker!r}"
     return Diagnostic(
@@ -125,8 +121,8 @@ def _full_rings(pipeline: Pipeline, walk: str, speculation: _Speculation) -> Ite
             launches = " -> ".join(name for name, _ in chain)
             yield Diagnostic(
                 "SG304",
-                f"worker {node.worker!r} may have {depth + 1} steps open at once ({launches}), but its ring has room for"
-                f" {depth} (walk {walk!r}).",
+                f"worker {node.worker!r} may have {depth + 1} steps open at once ({launches}), but its ring has room"
+                f" for {depth} (walk {walk!r}).",
                 node.where,
                 f"worker {node.worker}",
                 f"make ring_depth speculation_depth + 1 = {pipeline.speculation_depth + 1}, or speculate less deep.",
@@ -140,9 +136,10 @@ def _chain(chain: list[_Launch], length: int, speculation: _Speculation) -> list
         return chain
     name, at = chain[-1]
     for edge in speculation.edges:
-        if edge.node == name and speculation.can_start(chain, edge):
-            if longer := _chain([*chain, (edge.target, at + edge.loop_back)], length, speculation):
-                return longer
+        if edge.node != name or not speculation.can_start(chain, edge):
+            continue
+        if longer := _chain([*chain, (edge.target, at + edge.loop_back)], length, speculation):
+            return longer
     return None
 
 
