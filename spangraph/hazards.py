@@ -1,18 +1,16 @@
 """All that a capture of a forward cannot hold, found in one eager run, with the lines.
 
-On CPU tensors nothing waits and nothing is copied, so each tensor is taken for what it would be with the model and its
-inputs on a device: a *host tensor* is made by a factory without `device=`, or computed from such alone; all others are
-device tensors. Reading a host tensor costs nothing anywhere.
+On the CPU nothing waits and no copy shows, so each tensor is taken for what it would be with the model and its inputs on
+a device: a *host tensor* is made by a factory without `device=`, or computed from such alone; all others are device
+tensors. Reading a host tensor costs nothing anywhere.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import itertools
 import linecache
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -25,26 +23,25 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 
-from spangraph.cut_hints import cut_hint
+from spangraph.cut_hints import Position, cut_hint
 from spangraph.diagnostics import Diagnostic
 from spangraph.host_state import preserve_random, storage_key
 from spangraph.passes.host_reads import diagnose_read, read_by
 from spangraph.passes.nodes import is_user_file
 from spangraph.watch import HOST_CALLS, Calls, Watch, run_watched, settle, written_by
 
-_HOST_CALLS = HOST_CALLS | dict.fromkeys(
-    [Tensor.__repr__, Tensor.__format__], "a tensor's values (repr, print, f-string)"
-)
+aten = torch.ops.aten
+
+_HOST_CALLS = {**HOST_CALLS, **dict.fromkeys([Tensor.__repr__, Tensor.__format__], "a tensor's values (print, f-string)")}
+_LEAVES = "a device tensor's values (.cpu(), .to('cpu'))"
 _FROM_DATA = ("tensor", "as_tensor", "asarray")
-# Composite operators whose checks read values, but on the CPU only.
+_MOVES = ("to", "cpu", "cuda", "type_as", *_FROM_DATA)
+# Composite operators whose checks read values, but on the CPU alone.
 _CPU_CHECKS = ("one_hot", "quantile", "nanquantile")
 _INDEXING = ("aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
-_PACK = "aten::_pack_padded_sequence"
-# Operators that want some arguments on the host.
-_TAKES_HOST = (_PACK, "aten::_pad_packed_sequence", "aten::lstm", "aten::gru", "aten::_ctc_loss", "aten::ctc_loss")
-
-_BUFFER_FIX = "make it once in __init__ and register it as a buffer, or make it there (torch.full, torch.arange, device=)."
-_PIN_FIX = "copy into pinned memory (pin_memory=True)."
+# Operators that want some arguments on the host, or a dummy.
+_TAKES_HOST = {"aten::" + name for name in ("_pack_padded_sequence", "_pad_packed_sequence", "lstm", "gru", "_ctc_loss")}
+_TAKES_HOST |= {"aten::ctc_loss", "aten::_nested_view_from_jagged"}
 
 
 def find_capture_hazards(
@@ -66,146 +63,122 @@ def find_capture_hazards(
     """
     inference = any(tensor.is_inference() for tensor in [*model.parameters(), *model.buffers()])
     with preserve_random():
-        (_, watch), changed = settle(
-            model, lambda: run_watched(model, run, tensors, inference, generators, kind=_Hazards)
-        )
+        (_, watch), changed = settle(model, lambda: run_watched(model, run, tensors, inference, generators, _Hazards))
     assert isinstance(watch, _Hazards)
     for label in changed:
-        watch.report(
-            Diagnostic(
-                "SG404",
-                f"the forward changes {label} at every call, which a replay cannot repeat.",
-                node=label,
-                fix="keep such state in a buffer, written in place.",
-            )
-        )
+        what = f"the forward changes {label} at every call, which a replay cannot repeat."
+        watch.report("SG404", what, "keep such state in a buffer, written in place.", node=label)
     return list(watch.found.values())
 
 
 class _Hazards(Watch):
-    """Collects diagnostics in `found`, and knows which memory would be the host's."""
+    """Collects diagnostics in `found`, and knows which memory would be the host's.
+
+    Attributes:
+        is_real: whether the model is on a device indeed.
+        makes_host: whether what the running call makes is the host's; None outside of calls.
+        quiet: whether all about the running call is known.
+    """
 
     def __init__(self, model: nn.Module, inputs: Sequence[Tensor] = ()) -> None:
         super().__init__(model, inputs)
         self.found: dict[tuple[str, str, str], Diagnostic] = {}
+        self.is_real = any(t.device.type != "cpu" for t in [*model.parameters(), *model.buffers(), *inputs])
+        self.makes_host: bool | None = None
+        self.quiet = False
         self._calls = _HazardCalls(self)
         self._inputs = [storage_key(tensor) for tensor in inputs]
-        self._is_real = any(t.device.type != "cpu" for t in [*model.parameters(), *model.buffers(), *inputs])
         self._host: dict[int, StorageWeakRef] = {}  # a weak reference keeps the key from being used again
-        self._quiet = False
-        self._makes_host: bool | None = None  # what the call that is running makes; None outside of calls
         code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
         is_user = code is not None and is_user_file(code.co_filename)
-        self._file, self._forward = (code.co_filename, f"{code.co_filename}:{code.co_firstlineno}") if is_user else ("", "")
+        self._file, self._line = (code.co_filename, code.co_firstlineno) if is_user else ("", 0)
 
     def is_host(self, tensor: Tensor) -> bool:
         """Whether it is, or would be, in host memory."""
-        return tensor.device.type == "cpu" if self._is_real else _key(tensor) in self._host
+        return tensor.device.type == "cpu" if self.is_real else _key(tensor) in self._host
 
     def mark_host(self, tree: Any) -> None:
         """Take the tensors' memory for the host's."""
-        for tensor in _tensors(tree):
+        for tensor in tensors_in(tree):
             if (key := _key(tensor)) is not None and key not in self._host:
                 self._host[key] = StorageWeakRef(tensor.untyped_storage())
 
-    def is_host_device(self, device: Any, source: str) -> bool:
-        """Whether a call is told to use the host. Where all is on the CPU, only "cpu" in its source means the host:
-        `x.device` is "cpu" as well."""
-        return torch.device(device).type == "cpu" and (self._is_real or "cpu" in source)
-
-    def report(self, diagnostic: Diagnostic) -> None:
-        """Add a finding at the running line, if any, or at the forward."""
+    def report(self, rule: str, what: str, fix: str, node: str = "", severity: str = "error") -> None:
+        """Add a finding at the running line, or at the forward if none is running."""
         frames = [frame for frame in _frames() if is_user_file(frame.f_code.co_filename)]
-        where, node, related = self._forward, diagnostic.node, ()
-        if frames:
-            where, node = _where(frames[0]), getattr(frames[0].f_code, "co_qualname", "")
-            callers = [] if frames[0].f_code.co_filename == self._file else frames
-            caller = next((frame for frame in callers if frame.f_code.co_filename == self._file), None)
-            related = () if caller is None else (("called from", _where(caller)),)
-        key = (diagnostic.rule, where, diagnostic.message)
-        if key in self.found:
+        where = _where(frames[0]) if frames else f"{self._file}:{self._line}" if self._file else ""
+        if (key := (rule, where, what)) in self.found:
             self.found[key] = dataclasses.replace(self.found[key], count=self.found[key].count + 1)
             return
-        hint = cut_hint(where, _position(frames[0])) if frames and diagnostic.rule == "SG401" else None
-        self.found[key] = dataclasses.replace(
-            diagnostic, where=where, node=node, related=related, fix=hint or diagnostic.fix
-        )
+        related: tuple[tuple[str, str], ...] = ()
+        if frames:
+            node = frames[0].f_code.co_qualname
+            fix = (cut_hint(where, _position(frames[0])) if rule == "SG401" else None) or fix
+            own = [frame for frame in frames if frame.f_code.co_filename == self._file]
+            related = (("called from", _where(own[0])),) if own and own[0] is not frames[0] else ()
+        self.found[key] = Diagnostic(rule, what, where, node, fix, severity, related=related)
 
-    def _note(self, what: str) -> None:
-        self.report(diagnose_read(what, ""))
+    def note(self, what: str) -> None:
+        """SG401."""
+        read = diagnose_read(what, "")
+        self.report(read.rule, read.message, read.fix)
 
-    def note_copy(self, what: str, fix: str = _BUFFER_FIX) -> None:
+    _note = note
+
+    def note_copy(self, what: str = "host memory to the device") -> None:
         """SG402."""
-        self.report(Diagnostic("SG402", f"the forward copies {what}, which stalls and breaks capture.", fix=fix))
-
-    @contextlib.contextmanager
-    def inside(self, makes_host: bool, quiet: bool) -> Iterator[None]:
-        """While a call runs: where what it makes is, and whether all about it is known."""
-        before = self._makes_host, self._quiet
-        self._makes_host, self._quiet = makes_host, quiet or self._quiet
-        try:
-            yield
-        finally:
-            self._makes_host, self._quiet = before
-
-    @property
-    def quiet(self) -> bool:
-        """Whether all about the running call is known."""
-        return self._quiet
+        fix = "make it once in __init__, as a buffer; or on the device (torch.full, torch.arange with device=)."
+        if what.startswith("device"):
+            fix = "copy into pinned memory (pin_memory=True)."
+        self.report("SG402", f"the forward copies {what}, which stalls and breaks capture.", fix)
 
     def _check(self, func: Any, args: Any, kwargs: Any) -> None:
-        if isinstance(func, OpOverload):
-            for tensor in written_by(func, args, kwargs):
-                if (key := storage_key(tensor)) in self._inputs:
-                    what = f"the forward writes its tensor input {self._inputs.index(key)} in place; a replay has a copy"
-                    self.report(Diagnostic("SG405", f"{what} of it.", fix="clone the input first, or return the result."))
-        if self._quiet:
-            return
         name = func._schema.name if isinstance(func, OpOverload) else ""
-        tensors = _tensors((args, kwargs))
+        for tensor in written_by(func, args, kwargs) if name else ():
+            if (key := _key(tensor)) in self._inputs:
+                what = f"the forward writes its tensor input {self._inputs.index(key)} in place"
+                self.report("SG405", f"{what}, and a replay has a copy of it.", "clone the input, or return the result.")
+        tensors = tensors_in((args, kwargs))
+        is_host = [self.is_host(tensor) for tensor in tensors]
+        # Outside of a call `equal` is TorchScript's own, which compares constants.
+        if self.quiet or (name == "aten::equal" and self.makes_host is None):
+            return
         if what := read_by(func, args, kwargs):
-            if not all(map(self.is_host, _tensors(args[1]) if name in _INDEXING else tensors)):
-                self._note(what)
+            if not all(map(self.is_host, tensors_in(args[1])) if name in _INDEXING else is_host):
+                self.note(what)
         elif name == "aten::copy_":
-            self._check_copy(args[0], args[1], non_blocking=len(args) > 2 and args[2])
-        elif name == _PACK and not self.is_host(args[1]):
-            self._note("the lengths (pack_padded_sequence)")
-        elif name == "aten::_to_copy" and self._is_real:
-            self.check_upload(args[0], kwargs.get("device"), non_blocking=kwargs.get("non_blocking"))
-        elif name not in _TAKES_HOST and not all(map(self.is_host, tensors)):
-            if any(self.is_host(tensor) and tensor.ndim for tensor in tensors):
-                what = f"a host tensor meets device tensors in {name.removeprefix('aten::')}, which is an error or a copy"
-                self.report(
-                    Diagnostic(
-                        "SG403", f"{what} on CUDA.", fix="make it with device=x.device, or as a buffer.", severity="warning"
-                    )
-                )
+            self.note_move(args[1], is_host[0], len(args) > 2 and args[2], target=args[0])
+        elif name == "aten::_to_copy" and kwargs.get("device") is not None and self.is_real:
+            self.note_move(args[0], kwargs["device"].type == "cpu", kwargs.get("non_blocking", False))
+        elif name == "aten::_pack_padded_sequence" and not is_host[1]:
+            self.note("the lengths (pack_padded_sequence)")
+        elif name not in _TAKES_HOST and not all(is_host):
+            if any(host and tensor.ndim for host, tensor in zip(is_host, tensors, strict=True)):
+                what = f"a host tensor meets device tensors in {name.removeprefix('aten::')}"
+                fix = "make it with device=x.device, or once in __init__ as a buffer."
+                self.report("SG403", f"{what}: on CUDA an error or a copy.", fix, severity="warning")
 
-    def check_upload(self, source: Tensor, device: Any, non_blocking: Any) -> None:
-        """Note a copy of pageable memory to the device; `device` is None where it stays on its own."""
-        if device is not None and torch.device(device).type != "cpu" and self.is_host(source):
-            if not (non_blocking and source.is_pinned()):
-                self.note_copy("host memory to the device")
-
-    def _check_copy(self, target: Tensor, source: Tensor, non_blocking: Any) -> None:
-        to_host, from_host = self.is_host(target), self.is_host(source)
-        if to_host and not from_host and not non_blocking:
-            self._note("a device tensor's values (copy_ to the CPU)")
-        elif to_host and not from_host and not target.is_pinned():
-            self.note_copy("device memory to the host without waiting, but not into pinned memory", _PIN_FIX)
-        elif from_host and not to_host and source.ndim and not (non_blocking and source.is_pinned()):
-            self.note_copy("host memory to the device")
+    def note_move(self, source: Tensor, to_host: bool, non_blocking: bool, target: Tensor | None = None) -> bool:
+        """Note what a copy costs; returns whether it is one between host and device."""
+        if self.is_host(source) is to_host:
+            return False
+        if to_host and not (target is not None and non_blocking):
+            self.note(_LEAVES if target is None else "a device tensor's values (copy_ to the CPU)")
+        elif to_host and not target.is_pinned():  # type: ignore[union-attr]
+            self.note_copy("device memory to the host without waiting, but not to pinned memory")
+        elif not (to_host or (non_blocking and source.is_pinned()) or (target is not None and source.ndim == 0)):
+            self.note_copy()
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = _tensors((args, kwargs))
-        is_fresh = not tensors or func is torch.ops.aten.lift_fresh.default  # the second is all that a legacy or a numpy constructor shows
-        all_host = kwargs.get("device") is None if is_fresh else all(map(self.is_host, tensors))
+        tensors = tensors_in((args, kwargs))
+        all_host = all(map(self.is_host, tensors)) and kwargs.get("device") is None
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if self._makes_host if is_fresh and self._makes_host is not None else all_host and self._makes_host is not False:
+        # Of torch.IntTensor and torch.from_numpy no more shows than a lift_fresh.
+        is_fresh = not tensors or func is aten.lift_fresh.default
+        if (is_fresh if self.makes_host is None else self.makes_host) or (all_host and self.makes_host is not False):
             self.mark_host(out)
-        if func in (torch.ops.aten._pack_padded_sequence.default, torch.ops.aten._pad_packed_sequence.default):
-            self.mark_host(out[1])
         return out
 
 
@@ -223,75 +196,64 @@ class _HazardCalls(Calls):
             return super().__torch_function__(func, types, args, kwargs)
         name = getattr(func, "__name__", "")
         target = self._target(func, name, args, kwargs, sys._getframe(1))
-        tensors = _tensors((args, kwargs))
-        on_device = not all(map(hazards.is_host, tensors))
-        known = self._note_call(func, name, args, kwargs, target) or name in _CPU_CHECKS
-        makes_host = not on_device if target is None else target
-        with hazards.inside(makes_host, quiet=known):
+        hazards.quiet = self._note_call(func, name, args, kwargs, target) or name in _CPU_CHECKS
+        hazards.makes_host = all(map(hazards.is_host, tensors_in((args, kwargs)))) if target is None else target
+        try:
             out = super().__torch_function__(func, types, args, kwargs)
-            if target is not None and isinstance(out, Tensor) and not hazards._is_real:
-                if hazards.is_host(out) is not target:  # it is where it should go, as all is on the CPU
-                    with hazards.inside(makes_host, quiet=True):
-                        out = out.clone()
-        if makes_host:
-            hazards.mark_host(out)
-        return out
+            if name in _MOVES and target not in (None, hazards.is_host(out)) and not hazards.is_real:
+                hazards.quiet = True
+                out = out.clone()  # all is on the CPU, and so it is the tensor that should have been copied
+            if hazards.makes_host:
+                hazards.mark_host(out)
+            if name in ("_pack_padded_sequence", "_pad_packed_sequence"):
+                hazards.mark_host(out[1])
+            return out
+        finally:
+            hazards.quiet, hazards.makes_host = False, None
 
     def _target(self, func: Any, name: str, args: Any, kwargs: Any, frame: FrameType) -> bool | None:
         """Whether a call is told to put its result on the host (True) or the device (False); None if neither."""
-        hazards = self._hazards
-        if name == "cpu":
+        named = [kwargs.get("device"), kwargs.get("other"), *(args[1:] if name in ("to", "type_as") else ())]
+        for value in named:
+            if isinstance(value, Tensor) and name in ("to", "type_as"):
+                return self._hazards.is_host(value)
+            if isinstance(value, str | torch.device):
+                # Where all is on the CPU `x.device` is "cpu" too: only a call that spells it out means the host.
+                return torch.device(value).type == "cpu" and (self._hazards.is_real or "cpu" in _source(frame))
+        if name == "cpu" or (func in _device_constructors() and not (args and isinstance(args[0], Tensor))):
             return True
-        device = kwargs.get("device")
-        if name in ("to", "type_as"):
-            for value in (*args[1:], device, kwargs.get("other")):
-                if isinstance(value, Tensor):
-                    return hazards.is_host(value)
-                if isinstance(value, str | torch.device) or type(value) is int:
-                    return hazards.is_host_device(value, _source(frame))
-            return None
-        if device is not None:
-            return hazards.is_host_device(device, _source(frame))
-        if func not in _device_constructors():
-            return None
-        data = args[0] if args and name in _FROM_DATA else None
-        return hazards.is_host(data) if isinstance(data, Tensor) else True
+        return self._hazards.is_host(args[0]) if func in _device_constructors() and name in _FROM_DATA else None
 
     def _note_call(self, func: Any, name: str, args: Any, kwargs: Any, target: bool | None) -> bool:
         """Note what a call reads or copies; returns whether that is all about it."""
         hazards = self._hazards
-        first = args[0] if args else None
-        if isinstance(first, Tensor):
-            if hazards.is_host(first):
-                if name in ("to", "type_as", "cuda", *_FROM_DATA) and target is False:
-                    hazards.note_copy("host memory to the device")
-                    return True
-                return False
-            if what := _HOST_CALLS.get(func):
-                hazards._note(what)
-            elif name == "one_hot" and -1 in (*args[1:], kwargs.get("num_classes", -1 if len(args) == 1 else 0)):
-                hazards._note("the largest value (one_hot without num_classes)")
-            elif target and name in ("to", "cpu", "type_as", *_FROM_DATA):
-                hazards._note("a device tensor's values (.cpu(), .to('cpu'))")
-            elif name in ("__getitem__", "__setitem__") and any(
-                isinstance(index, list) for index in (args[1] if isinstance(args[1], tuple) else args[1:2])
-            ):
-                hazards.note_copy("a list of indices to the device")
-            elif name == "new_tensor" and target is not True:
+        data = args[0] if args else None
+        if not isinstance(data, Tensor):
+            if name in _FROM_DATA and not all(map(hazards.is_host, tensors_in(data))):
+                hazards.note(f"the values of a list of tensors (torch.{name})")
+            elif name in _FROM_DATA and target is False:
                 hazards.note_copy("Python numbers to the device")
-            else:
-                return False
-            return True
-        if name in _FROM_DATA:
-            if not all(map(hazards.is_host, _tensors(first))):
-                hazards._note(f"the values of a list of tensors (torch.{name})")
-            elif target is False:
-                hazards.note_copy("Python numbers to the device")
-            return True
-        return False
+            return name in _FROM_DATA
+        if name in _MOVES and target is not None:
+            return hazards.note_move(data, target, kwargs.get("non_blocking", False))
+        if hazards.is_host(data):
+            return False
+        indices = args[1] if name in ("__getitem__", "__setitem__") else ()
+        if what := _HOST_CALLS.get(func):
+            hazards.note(what)
+        elif name == "one_hot" and (args[1:] or [kwargs.get("num_classes", -1)])[0] == -1:
+            hazards.note("the largest value (one_hot without num_classes)")
+        elif any(isinstance(index, list) for index in (indices if isinstance(indices, tuple) else [indices])):
+            hazards.note_copy("a list of indices to the device")
+        elif name == "new_tensor" and not target:
+            hazards.note_copy("Python numbers to the device")
+        else:
+            return False
+        return True
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors among the leaves."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -304,26 +266,25 @@ def _key(tensor: Tensor) -> int | None:
 
 def _frames() -> Iterator[FrameType]:
     """The running frames, innermost first, as far as the run that is watched."""
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(1)
+    frames = []
     while frame is not None and frame.f_code is not run_watched.__code__:
-        yield frame
+        frames.append(frame)
         frame = frame.f_back
+    return iter(frames if frame is not None else ())
 
 
 def _where(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _position(frame: FrameType) -> tuple[int, int, int, int] | None:
-    found = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), ())
-    return None if None in found or len(found) != 4 else found  # type: ignore[return-value]
+def _position(frame: FrameType) -> Position | None:
+    found = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
+    return None if None in found else found  # type: ignore[return-value]
 
 
 def _source(frame: FrameType) -> str:
     """The source of the running call, from its last `to(` on."""
-    position = _position(frame)
-    if position is None:
-        return linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    first, last, left, right = position
+    first, last, left, right = _position(frame) or (frame.f_lineno, frame.f_lineno, 0, None)
     lines = linecache.getlines(frame.f_code.co_filename)[first - 1 : last]
     return "".join(lines).encode()[left : right if first == last else None].decode().rpartition("to(")[2]

@@ -141,7 +141,8 @@ class Calls(TorchFunctionMode):
 
 
 def _storages(tree: Any) -> set[int]:
-    return {storage_key(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)}
+    leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return {storage_key(leaf) for leaf in leaves if leaf.layout is torch.strided}
 
 
 def user_line() -> str:
