@@ -172,12 +172,11 @@ class _Hazards(Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = tensors_in((args, kwargs))
-        all_host = all(map(self.is_host, tensors)) and kwargs.get("device") is None
+        # No more than a lift_fresh shows of torch.IntTensor and torch.from_numpy.
+        sources = [] if func is aten.lift_fresh.default else tensors_in((args, kwargs))
+        is_host = kwargs.get("device") is None and all(map(self.is_host, sources))
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        # Of torch.IntTensor and torch.from_numpy no more shows than a lift_fresh.
-        is_fresh = not tensors or func is aten.lift_fresh.default
-        if (is_fresh if self.makes_host is None else self.makes_host) or (all_host and self.makes_host is not False):
+        if is_host if self.makes_host is None else self.makes_host and not self.quiet:
             self.mark_host(out)
         return out
 
