@@ -11,6 +11,7 @@ from typing import Any
 
 Position = tuple[int, int, int, int]  # first line, last line, first column, last column, as in `code.co_positions()`
 _READS, _CASTS = {"item", "tolist", "cpu", "numpy"}, {"int", "float", "round"}
+_NO_HINT = (AttributeError, LookupError, OSError, RecursionError, StopIteration, SyntaxError, TypeError, ValueError)
 _parse = functools.lru_cache(maxsize=8)(ast.parse)
 
 
@@ -25,16 +26,16 @@ def cut_hint(where: str, position: Position | None = None) -> str | None:
         tree = _parse("".join(linecache.getlines(file)))
         if position is not None:
             return _hint(tree, ((position[0], position[2]), (position[1], position[3])))
-        calls = [_range(node) for node in ast.walk(tree) if _is_read(node) and node.lineno == int(line)]
+        calls = [_range(node) for node in ast.walk(tree) if _is_read(node) and _range(node)[0][0] == int(line)]
         return next(filter(None, (_hint(tree, call) for call in calls)), None)
-    except Exception:  # source that cannot be found or parsed, or code that nobody thought of, gives no hint
+    except _NO_HINT:  # source that cannot be found or parsed, or that is written in a way nobody thought of
         return None
 
 
 def _hint(tree: ast.AST, read: Any) -> str | None:
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
-    scope = max((node for node in functions if _inside(read, node)), key=lambda n: _range(n)[0], default=tree)
-    nodes = list(ast.walk(scope))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    functions = [node for node in ast.walk(tree) if isinstance(node, kinds) and _inside(read, node)]
+    nodes = list(ast.walk(max(functions, key=lambda node: _range(node)[0], default=tree)))
     loops = dict(_bindings(nodes, (ast.For, ast.comprehension)))
     names = loops | dict(_bindings(nodes, (ast.Assign, ast.AnnAssign, ast.NamedExpr)))
     ours: dict[str, Any] = {}
@@ -108,7 +109,7 @@ class _Strip(ast.NodeTransformer):
         return node.value if is_row else node
 
 
-def _bindings(nodes: list[Any], kinds: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
+def _bindings(nodes: list[Any], kinds: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
     """Names that are bound, and the expression that each stands for; a loop's variables stand for all its elements."""
     for node in nodes:
         if isinstance(node, kinds):
@@ -121,8 +122,8 @@ def _pairs(target: Any, value: Any) -> Iterator[tuple[str, Any]]:
         yield target.id, value
     elif isinstance(target, ast.Tuple):
         call = value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
-        parts = {"zip": lambda: value.args, "enumerate": lambda: [ast.Constant(0), *value.args]}.get(call, list)()
-        parts = value.elts if isinstance(value, ast.Tuple) else parts
+        parts = value.elts if isinstance(value, ast.Tuple) else value.args if call == "zip" else []
+        parts = [ast.Constant(0), *value.args] if call == "enumerate" else parts
         for k, part in enumerate(target.elts):
             column = ast.Subscript(value, ast.Tuple([ast.Constant(...), ast.Constant(k)], ast.Load()), ast.Load())
             column = ast.copy_location(column, value)
@@ -153,10 +154,9 @@ def _used(expr: Any) -> set[str]:
 
 
 def _range(node: Any) -> Any:
-    return (getattr(node, "lineno", 1 << 30), getattr(node, "col_offset", 0)), (
-        getattr(node, "end_lineno", 0),
-        getattr(node, "end_col_offset", 0),
-    )
+    if not hasattr(node, "lineno"):
+        return (1 << 30, 0), (0, 0)
+    return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
 
 
 def _inside(inner: Any, outer: Any) -> bool:

@@ -1,7 +1,7 @@
 """All that a capture of a forward cannot hold, found in one eager run, with the lines.
 
-On the CPU nothing waits and no copy shows, so each tensor is taken for what it would be with the model and its inputs on
-a device: a *host tensor* is made by a factory without `device=`, or computed from such alone; all others are device
+On the CPU nothing waits and no copy shows, so each tensor is taken for what it would be with the model and its inputs
+on a device: a *host tensor* is made by a factory without `device=`, or computed from such alone; all others are device
 tensors. Reading a host tensor costs nothing anywhere.
 """
 
@@ -12,7 +12,7 @@ import inspect
 import itertools
 import linecache
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 
 from spangraph.cut_hints import Position, cut_hint
@@ -28,11 +27,12 @@ from spangraph.diagnostics import Diagnostic
 from spangraph.host_state import preserve_random, storage_key
 from spangraph.passes.host_reads import diagnose_read, read_by
 from spangraph.passes.nodes import is_user_file
-from spangraph.watch import HOST_CALLS, Calls, Watch, run_watched, settle, written_by
+from spangraph.watch import HOST_CALLS, Calls, Watch, run_watched, settle, tensors_in, written_by
 
 aten = torch.ops.aten
 
-_HOST_CALLS = {**HOST_CALLS, **dict.fromkeys([Tensor.__repr__, Tensor.__format__], "a tensor's values (print, f-string)")}
+_PRINTED = "a tensor's values (print, f-string)"
+_HOST_CALLS = {**HOST_CALLS, Tensor.__repr__: _PRINTED, Tensor.__format__: _PRINTED}
 _LEAVES = "a device tensor's values (.cpu(), .to('cpu'))"
 _FROM_DATA = ("tensor", "as_tensor", "asarray")
 _MOVES = ("to", "cpu", "cuda", "type_as", *_FROM_DATA)
@@ -40,8 +40,7 @@ _MOVES = ("to", "cpu", "cuda", "type_as", *_FROM_DATA)
 _CPU_CHECKS = ("one_hot", "quantile", "nanquantile")
 _INDEXING = ("aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 # Operators that want some arguments on the host, or a dummy.
-_TAKES_HOST = {"aten::" + name for name in ("_pack_padded_sequence", "_pad_packed_sequence", "lstm", "gru", "_ctc_loss")}
-_TAKES_HOST |= {"aten::ctc_loss", "aten::_nested_view_from_jagged"}
+_TAKES_HOST = ["_pack_padded_sequence", "_pad_packed_sequence", "lstm", "gru", "_ctc_loss", "_nested_view_from_jagged"]
 
 
 def find_capture_hazards(
@@ -89,9 +88,8 @@ class _Hazards(Watch):
         self._calls = _HazardCalls(self)
         self._inputs = [storage_key(tensor) for tensor in inputs]
         self._host: dict[int, StorageWeakRef] = {}  # a weak reference keeps the key from being used again
-        code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-        is_user = code is not None and is_user_file(code.co_filename)
-        self._file, self._line = (code.co_filename, code.co_firstlineno) if is_user else ("", 0)
+        forward: Any = inspect.unwrap(type(model).forward)
+        self._code = getattr(forward, "__code__", None)
 
     def is_host(self, tensor: Tensor) -> bool:
         """Whether it is, or would be, in host memory."""
@@ -105,25 +103,25 @@ class _Hazards(Watch):
 
     def report(self, rule: str, what: str, fix: str, node: str = "", severity: str = "error") -> None:
         """Add a finding at the running line, or at the forward if none is running."""
-        frames = [frame for frame in _frames() if is_user_file(frame.f_code.co_filename)]
-        where = _where(frames[0]) if frames else f"{self._file}:{self._line}" if self._file else ""
+        frames = _user_frames()
+        file = getattr(self._code, "co_filename", "")
+        where = f"{file}:{self._code.co_firstlineno}" if self._code and is_user_file(file) else ""
+        where = _where(frames[0]) if frames else where
         if (key := (rule, where, what)) in self.found:
             self.found[key] = dataclasses.replace(self.found[key], count=self.found[key].count + 1)
             return
         related: tuple[tuple[str, str], ...] = ()
         if frames:
             node = frames[0].f_code.co_qualname
-            fix = (cut_hint(where, _position(frames[0])) if rule == "SG401" else None) or fix
-            own = [frame for frame in frames if frame.f_code.co_filename == self._file]
+            hint = cut_hint(where, _position(frames[0])) if rule == "SG401" else None
+            fix = hint if hint and ("from_mask" in hint) == ("mask" in what) else fix
+            own = [frame for frame in frames if frame.f_code.co_filename == file]
             related = (("called from", _where(own[0])),) if own and own[0] is not frames[0] else ()
         self.found[key] = Diagnostic(rule, what, where, node, fix, severity, related=related)
 
-    def note(self, what: str) -> None:
-        """SG401."""
+    def _note(self, what: str) -> None:
         read = diagnose_read(what, "")
         self.report(read.rule, read.message, read.fix)
-
-    _note = note
 
     def note_copy(self, what: str = "host memory to the device") -> None:
         """SG402."""
@@ -136,34 +134,37 @@ class _Hazards(Watch):
         name = func._schema.name if isinstance(func, OpOverload) else ""
         for tensor in written_by(func, args, kwargs) if name else ():
             if (key := _key(tensor)) in self._inputs:
-                what = f"the forward writes its tensor input {self._inputs.index(key)} in place"
-                self.report("SG405", f"{what}, and a replay has a copy of it.", "clone the input, or return the result.")
+                text = (
+                    f"the forward writes its tensor input {self._inputs.index(key)} in place, and a replay has a copy."
+                )
+                self.report("SG405", text, "clone the input, or return the result.")
         tensors = tensors_in((args, kwargs))
         is_host = [self.is_host(tensor) for tensor in tensors]
         # Outside of a call `equal` is TorchScript's own, which compares constants.
         if self.quiet or (name == "aten::equal" and self.makes_host is None):
             return
-        if what := read_by(func, args, kwargs):
+        what = read_by(func, args, kwargs)
+        if what is not None:
             if not all(map(self.is_host, tensors_in(args[1])) if name in _INDEXING else is_host):
-                self.note(what)
+                self._note(what)
         elif name == "aten::copy_":
             self.note_move(args[1], is_host[0], len(args) > 2 and args[2], target=args[0])
         elif name == "aten::_to_copy" and kwargs.get("device") is not None and self.is_real:
             self.note_move(args[0], kwargs["device"].type == "cpu", kwargs.get("non_blocking", False))
         elif name == "aten::_pack_padded_sequence" and not is_host[1]:
-            self.note("the lengths (pack_padded_sequence)")
-        elif name not in _TAKES_HOST and not all(is_host):
+            self._note("the lengths (pack_padded_sequence)")
+        elif (op := name.removeprefix("aten::")) not in _TAKES_HOST and not all(is_host):
+            text = f"a host tensor meets device tensors in {op}: on CUDA an error or a copy."
+            fix = "make it with device=x.device, or once in __init__ as a buffer."
             if any(host and tensor.ndim for host, tensor in zip(is_host, tensors, strict=True)):
-                what = f"a host tensor meets device tensors in {name.removeprefix('aten::')}"
-                fix = "make it with device=x.device, or once in __init__ as a buffer."
-                self.report("SG403", f"{what}: on CUDA an error or a copy.", fix, severity="warning")
+                self.report("SG403", text, fix, severity="warning")
 
     def note_move(self, source: Tensor, to_host: bool, non_blocking: bool, target: Tensor | None = None) -> bool:
         """Note what a copy costs; returns whether it is one between host and device."""
         if self.is_host(source) is to_host:
             return False
         if to_host and not (target is not None and non_blocking):
-            self.note(_LEAVES if target is None else "a device tensor's values (copy_ to the CPU)")
+            self._note(_LEAVES if target is None else "a device tensor's values (copy_ to the CPU)")
         elif to_host and not target.is_pinned():  # type: ignore[union-attr]
             self.note_copy("device memory to the host without waiting, but not to pinned memory")
         elif not (to_host or (non_blocking and source.is_pinned()) or (target is not None and source.ndim == 0)):
@@ -229,7 +230,7 @@ class _HazardCalls(Calls):
         data = args[0] if args else None
         if not isinstance(data, Tensor):
             if name in _FROM_DATA and not all(map(hazards.is_host, tensors_in(data))):
-                hazards.note(f"the values of a list of tensors (torch.{name})")
+                hazards._note(f"the values of a list of tensors (torch.{name})")
             elif name in _FROM_DATA and target is False:
                 hazards.note_copy("Python numbers to the device")
             return name in _FROM_DATA
@@ -239,9 +240,9 @@ class _HazardCalls(Calls):
             return False
         indices = args[1] if name in ("__getitem__", "__setitem__") else ()
         if what := _HOST_CALLS.get(func):
-            hazards.note(what)
+            hazards._note(what)
         elif name == "one_hot" and (args[1:] or [kwargs.get("num_classes", -1)])[0] == -1:
-            hazards.note("the largest value (one_hot without num_classes)")
+            hazards._note("the largest value (one_hot without num_classes)")
         elif any(isinstance(index, list) for index in (indices if isinstance(indices, tuple) else [indices])):
             hazards.note_copy("a list of indices to the device")
         elif name == "new_tensor" and not target:
@@ -251,11 +252,6 @@ class _HazardCalls(Calls):
         return True
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors among the leaves."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def _key(tensor: Tensor) -> int | None:
     try:
         return storage_key(tensor)
@@ -263,14 +259,14 @@ def _key(tensor: Tensor) -> int | None:
         return None
 
 
-def _frames() -> Iterator[FrameType]:
-    """The running frames, innermost first, as far as the run that is watched."""
+def _user_frames() -> list[FrameType]:
+    """The frames of the watched run that are neither torch's nor ours, innermost first; none outside of a run."""
     frame: FrameType | None = sys._getframe(1)
     frames = []
     while frame is not None and frame.f_code is not run_watched.__code__:
-        frames.append(frame)
+        frames += [frame] if is_user_file(frame.f_code.co_filename) else []
         frame = frame.f_back
-    return iter(frames if frame is not None else ())
+    return frames if frame is not None else []
 
 
 def _where(frame: FrameType) -> str:

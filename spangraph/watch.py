@@ -134,15 +134,19 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond, or a nested torch.compile
             return func(*args, **(kwargs or {}))
-        self.used.update(id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        self.used.update(map(id, tensors_in((args, kwargs))))
         if self._note is not None and (what := HOST_CALLS.get(func)):
             self._note(what)
         return func(*args, **(kwargs or {}))
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors among the leaves."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def _storages(tree: Any) -> set[int]:
-    leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return {storage_key(leaf) for leaf in leaves if leaf.layout is torch.strided}
+    return {storage_key(tensor) for tensor in tensors_in(tree) if tensor.layout is torch.strided}
 
 
 def user_line() -> str:

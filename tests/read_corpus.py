@@ -210,13 +210,11 @@ class Traps(nn.Module):
     """Several calls on a line, and calls over several lines."""
 
     def forward(self, x: Tensor, n: Tensor) -> Any:
-        a = (
-            x.sum()
-            .abs()
-            .item()  # READ 1
-        )
+        a = torch.stack(
+            [x.sum(), x.max()],
+        ).tolist()  # READ 1
         b = x.max().item(), x.min().item(), x.shape, x.tolist()  # READ 3
-        c, d = (lambda t: t.item())(n[0]), (lambda t: t + 1)(n[0])  # READ 1
+        c, d = sorted(n, key=lambda t: t.item()), sorted(n.shape, key=lambda t: -t)  # READ 2
         return a, b, c, d
 
 

@@ -49,10 +49,11 @@ def vits() -> tuple[nn.Module, Callable[..., Any], tuple[Tensor, ...], Table]:
     file, outside = "modeling_vits.py", "outputs[outside_interval_mask] = inputs[outside_interval_mask]"
     both = "outputs[inside_interval_mask], log_abs_det[inside_interval_mask] = _rational_quadratic_spline("
     amounts = ("unnormalized_widths", "unnormalized_heights", "unnormalized_derivatives")
+    randn = "torch.randn(inputs.size(0), 2, inputs.size(2)).to(device=inputs.device, dtype=inputs.dtype)"
     arange = "torch.arange(predicted_lengths.max(), dtype=predicted_lengths.dtype, device=predicted_lengths.device)"
     expected = [
         _MASK_CHECK,
-        ("SG402", file, "torch.randn(inputs.size(0), 2, inputs.size(2)).to(device=inputs.device, dtype=inputs.dtype)", 1),
+        ("SG402", file, randn, 1),
         ("SG401", file, outside, 3),  # x[mask]
         ("SG401", file, outside, 3),  # x[mask] = y
         ("SG401", file, "inputs=inputs[inside_interval_mask],", 3),
