@@ -13,6 +13,7 @@ moves content in every mode, so reflected and wrapped copies beside it count as 
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -49,69 +50,71 @@ _States = dict[fx.Node, _State | tuple[_State | None, ...]]  # a tuple where the
 _DIFFERENT = "its operands hold the spans at different places"
 
 
-def _packets(names: str) -> frozenset[Any]:
+def packets(names: str) -> frozenset[Any]:
     return frozenset(getattr(torch.ops.aten, name) for name in names.split())
 
 
-_SAME_VIEWS = _packets("alias detach contiguous to type_as")
-_SHAPE_VIEWS = _packets("view reshape _unsafe_view view_as reshape_as unflatten")
-_DIM_VIEWS = _packets(
+_SAME_VIEWS = packets("alias detach contiguous to type_as")
+_SHAPE_VIEWS = packets("view reshape _unsafe_view view_as reshape_as unflatten")
+_DIM_VIEWS = packets(
     "transpose permute movedim moveaxis swapaxes swapdims t mT mH adjoint numpy_T matrix_H unsqueeze squeeze flatten"
 )
 # Only the shape or the dtype of another operand counts, or of any.
-_LIKE_OTHER = _packets("expand_as view_as reshape_as type_as to")
-_SHAPE_ONLY = _packets(
+LIKE_OTHER = packets("expand_as view_as reshape_as type_as to")
+SHAPE_ONLY = packets(
     "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full "
     "new_empty_strided size sym_size sym_numel sym_stride"
 )
 # Elementwise, but at least one overload is without torch.Tag.pointwise.
-_ELEMENTWISE = _packets(
+ELEMENTWISE = packets(
     "to _to_copy detach alias clone contiguous dropout dropout_ feature_dropout alpha_dropout feature_alpha_dropout "
     "native_dropout where masked_fill masked_fill_ lift_fresh lift_fresh_copy nan_to_num type_as copy copy_ real imag "
     "conj _conj _neg_view resolve_conj resolve_neg complex polar prelu hardswish rsub divide multiply subtract "
-    "true_divide absolute negative arctan2 floor_divide __and__ __or__ isclose bernoulli log_sigmoid special_expit"
+    "true_divide absolute negative arctan2 floor_divide __and__ __or__ isclose bernoulli log_sigmoid special_expit "
+    "zero zero_ fill fill_"
 )
-_JOINS = _packets("cat concat concatenate stack")
-_RULES: dict[Any, span_maps.Rule] = {
+CATS = packets("cat concat concatenate")
+JOINS = CATS | packets("stack")
+RULES: dict[Any, span_maps.Rule] = {
     packet: rule
     for rule, packets in {
         # These may mix positions, or take statistics over rows; positions stay.
-        span_maps.keep_rule: _packets(
+        span_maps.keep_rule: packets(
             "layer_norm group_norm instance_norm batch_norm rms_norm tril triu "
             "index_put index_fill scatter slice_scatter select_scatter masked_scatter"
         ),
-        span_maps.mix_along_rule: _packets(
+        span_maps.mix_along_rule: packets(
             "softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin"
         ),
-        span_maps.elsewhere_rule: _packets("sort topk glu index_select"),
-        span_maps.before_last_rule: _packets("linear"),
-        span_maps.drop_dim_rule: _packets("select unbind"),
+        span_maps.elsewhere_rule: packets("sort topk glu index_select"),
+        span_maps.before_last_rule: packets("linear"),
+        span_maps.drop_dim_rule: packets("select unbind"),
         span_maps.land_rule: _DIM_VIEWS
-        | _packets(
+        | packets(
             "view_as_real sum nansum mean nanmean prod amax amin max min any all argmax argmin norm linalg_vector_norm "
             "logsumexp std var std_mean var_mean count_nonzero median nanmedian mode kthvalue"
         ),
         span_maps.seat_rule: _SHAPE_VIEWS,
-        span_maps.align_rule: _packets("expand expand_as broadcast_to repeat tile"),
-        span_maps.slice_rule: _packets("slice"),
-        span_maps.narrow_rule: _packets("narrow"),
-        span_maps.split_rule: _packets(
+        span_maps.align_rule: packets("expand expand_as broadcast_to repeat tile"),
+        span_maps.slice_rule: packets("slice"),
+        span_maps.narrow_rule: packets("narrow"),
+        span_maps.split_rule: packets(
             "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split unsafe_split_with_sizes"
         ),
-        span_maps.pad_rule: _packets(
+        span_maps.pad_rule: packets(
             "pad constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
             "replication_pad2d replication_pad3d"
         ),
-        span_maps.flip_rule: _packets("flip"),
-        span_maps.repeat_interleave_rule: _packets("repeat_interleave"),
-        span_maps.pixel_shuffle_rule: _packets("pixel_shuffle"),
-        span_maps.upsample_rule: _packets(
+        span_maps.flip_rule: packets("flip"),
+        span_maps.repeat_interleave_rule: packets("repeat_interleave"),
+        span_maps.pixel_shuffle_rule: packets("pixel_shuffle"),
+        span_maps.upsample_rule: packets(
             "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
             "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
             "upsample_trilinear3d upsample_bicubic2d"
         ),
-        span_maps.cat_rule: _packets("cat concat concatenate"),
-        span_maps.stack_rule: _packets("stack"),
+        span_maps.cat_rule: CATS,
+        span_maps.stack_rule: packets("stack"),
     }.items()
     for packet in packets
 }
@@ -132,7 +135,7 @@ def propagate_spans(graph: fx.Graph, value: fx.Node, dims: Sequence[int]) -> dic
         An entry per tensor node; a node without one does not derive. A node that gives several tensors has none
         itself, its getitem nodes have.
     """
-    spans = SpanMap.identity(len(_shape(value)), dims)
+    spans = SpanMap.identity(len(shape_of(value)), dims)
     if _is_given(value):
         return dict.fromkeys(_same_tensors(graph, value), spans)
     states: _States = {value: spans}
@@ -167,17 +170,17 @@ def _state_of(node: fx.Node, states: _States) -> _State | tuple[_State | None, .
             return parts[item]
     if not isinstance(target, OpOverload):
         return _first_unknown(node.all_input_nodes, states) or _unknown(node, "its effect on spans is not known")
-    packet, args = target.overloadpacket, _bind(node, target)
-    if packet in _LIKE_OTHER:
+    packet, args = target.overloadpacket, bind(node, target)
+    if packet in LIKE_OTHER:
         args.pop("other", None)
-    operands = [source for source in _nodes_in(args.values()) if source in states]
-    if not target._schema.returns or packet in _SHAPE_ONLY or not operands:
+    operands = [source for source in nodes_in(args.values()) if source in states]
+    if not target._schema.returns or packet in SHAPE_ONLY or not operands:
         return None
     result = val(node)
-    outs = tuple(_shape_of(out) for out in (result if isinstance(result, (list, tuple)) else [result]))
-    if torch.Tag.pointwise in target.tags or packet in _ELEMENTWISE:
+    outs = tuple(shape_of_result(out) for out in (result if isinstance(result, (list, tuple)) else [result]))
+    if torch.Tag.pointwise in target.tags or packet in ELEMENTWISE:
         found = tuple(_combine(node, operands, states, out) for out in outs)
-    elif (target_of := _overwritten(node)) in states and torch.Tag.inplace_view not in target.tags:
+    elif (target_of := overwritten(node)) in states and torch.Tag.inplace_view not in target.tags:
         return states[target_of]
     elif unknown := _first_unknown(operands, states):
         return unknown
@@ -186,16 +189,18 @@ def _state_of(node: fx.Node, states: _States) -> _State | tuple[_State | None, .
         reason = _refusal(packet, operands, maps, next(iter(args.values())))
         if reason:
             return _unknown(node, reason)
-        call = span_maps.Call(str(target), args, _shape(operands[0]), outs, partial(_landing, node))
-        found = tuple(_ask(_RULES[packet], node, call, maps[0], index) for index in range(len(outs)))
+        if packet in CATS:
+            args["ahead"] = ahead(args, operands)
+        call = span_maps.Call(str(target), args, shape_of(operands[0]), outs, partial(landing, node))
+        found = tuple(_ask(RULES[packet], node, call, maps[0], index) for index in range(len(outs)))
     return found if isinstance(result, (list, tuple)) else found[0]
 
 
 def _refusal(packet: Any, operands: list[fx.Node], maps: list[SpanMap], first: object) -> str:
     """Why the table cannot be asked; empty if it can."""
-    if packet not in _RULES:
+    if packet not in RULES:
         return "its effect on spans is not known"
-    if packet not in _JOINS and operands != [first]:
+    if packet not in JOINS and operands != [first]:
         return "its effect on the spans of another operand than the first is not known"
     return "" if maps and all(spans == maps[0] for spans in maps) else _DIFFERENT
 
@@ -208,6 +213,16 @@ def _ask(rule: span_maps.Rule, node: fx.Node, call: span_maps.Call, spans: SpanM
     return _unknown(node, found) if isinstance(found, str) else found
 
 
+def ahead(args: dict[str, Any], derived: Iterable[fx.Node]) -> int | None:
+    """How many positions a `cat` puts before its derived operand; None where several operands are derived."""
+    found = set(derived)
+    dim = args["dim"]
+    if sum(tensor in found for tensor in args["tensors"]) != 1 or not isinstance(dim, int):
+        return None
+    before = itertools.takewhile(lambda tensor: tensor not in found, args["tensors"])
+    return sum(shape_of(tensor)[dim] for tensor in before)
+
+
 def _combine(node: fx.Node, operands: list[fx.Node], states: _States, out: _Shape) -> _State:
     """Broadcast all derived operands. One of unknown effect does no harm if all positions of the spanned dims see the
     same of it, as a gain computed from the padded row.
@@ -215,7 +230,7 @@ def _combine(node: fx.Node, operands: list[fx.Node], states: _States, out: _Shap
     maps: list[SpanMap] = []
     others: list[tuple[_Shape, Unknown]] = []
     for operand in operands:
-        state, shape = states[operand], _shape(operand)
+        state, shape = states[operand], shape_of(operand)
         aligned = state.aligned(shape, out) if isinstance(state, SpanMap) else None
         if aligned is not None:
             maps.append(aligned)
@@ -239,34 +254,34 @@ def _mark_views_above(value: fx.Node, states: _States) -> fx.Node | None:
     last_write: fx.Node | None = None
     node = value
     while True:
-        source = _viewed(node)
-        if source is None and (source := _overwritten(node)) is not None:
+        source = viewed(node)
+        if source is None and (source := overwritten(node)) is not None:
             last_write = last_write or node
         if source is None:
             return last_write
         state = states[node]
-        states[source] = _seen_from(node, source, state) if isinstance(state, SpanMap) else state
+        states[source] = seen_from(node, source, state) if isinstance(state, SpanMap) else state
         node = source
 
 
-def _seen_from(view: fx.Node, source: fx.Node, spans: SpanMap) -> _State:
+def seen_from(view: fx.Node, source: fx.Node, spans: SpanMap) -> _State:
     """The state of `source`, given that of a view of it."""
     packet = getattr(view.target, "overloadpacket", None)
     found: SpanMap | None = spans
     if packet in _SHAPE_VIEWS:
-        found = spans.reseated(_shape(view), _shape(source))
+        found = spans.reseated(shape_of(view), shape_of(source))
     elif packet in _DIM_VIEWS:
-        places = ((_landing(view, dim), dim) for dim in range(len(_shape(source))))
+        places = ((landing(view, dim), dim) for dim in range(len(shape_of(source))))
         found = spans.relaid({place: dim for place, dim in places if place is not None})
     return found or _unknown(view, "what it is a view of does not hold rows and spans along dims of their own")
 
 
-def _landing(node: fx.Node, dim: int, index: int = 0) -> int | None:
+def landing(node: fx.Node, dim: int, index: int = 0) -> int | None:
     """Which dim of an output a dim of the first argument becomes, read off the operator itself: it is run on a meta
     tensor in which only that dim has a size that occurs nowhere else.
     """
     (source, *_), result = node.all_input_nodes, val(node)
-    fake, out = val(source), _shape_of(result[index] if isinstance(result, (list, tuple)) else result)
+    fake, out = val(source), shape_of_result(result[index] if isinstance(result, (list, tuple)) else result)
     if node.target is torch.ops.aten.numpy_T.default:  # warns unless 2-D
         return len(out) - 1 - dim
     size = 1 + max(*fake.shape, *out)
@@ -295,13 +310,13 @@ def _mark_written(node: fx.Node, target: fx.Node, views: list[fx.Node], states: 
             states[target] = state
 
 
-def _overwritten(node: fx.Node) -> fx.Node | None:
+def overwritten(node: fx.Node) -> fx.Node | None:
     """The tensor that an in-place operator writes and returns."""
     target = aliased(node) if isinstance(node.target, OpOverload) else None
     return target if target in written(node) else None
 
 
-def _viewed(node: fx.Node) -> fx.Node | None:
+def viewed(node: fx.Node) -> fx.Node | None:
     """What the node is a view of, if it shows all of it."""
     packet, source = getattr(node.target, "overloadpacket", None), node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or packet not in _SHAPE_VIEWS | _DIM_VIEWS | _SAME_VIEWS:
@@ -312,7 +327,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 def _is_given(node: fx.Node) -> bool:
     """Whether the node is an input, a parameter or a buffer, or a view of one, as the caller gave it."""
-    while _overwritten(node) is None and (source := aliased(node)) is not None:
+    while overwritten(node) is None and (source := aliased(node)) is not None:
         node = source
     return node.op in ("placeholder", "get_attr")
 
@@ -329,7 +344,7 @@ def _same_tensors(graph: fx.Graph, value: fx.Node) -> set[fx.Node]:
     return same
 
 
-def _bind(node: fx.Node, target: OpOverload) -> dict[str, Any]:
+def bind(node: fx.Node, target: OpOverload) -> dict[str, Any]:
     """The node's arguments by schema name, in its order, defaults filled in."""
     arguments = target._schema.arguments
     args = {argument.name: argument.default_value for argument in arguments}
@@ -337,7 +352,7 @@ def _bind(node: fx.Node, target: OpOverload) -> dict[str, Any]:
     return {**args, **node.kwargs}
 
 
-def _nodes_in(arguments: Iterable[Any]) -> list[fx.Node]:
+def nodes_in(arguments: Iterable[Any]) -> list[fx.Node]:
     """All different nodes in nested arguments, in order."""
     found: dict[fx.Node, None] = {}
     map_arg(tuple(arguments), lambda node: found.setdefault(node))
@@ -352,9 +367,9 @@ def _unknown(node: fx.Node, reason: str) -> Unknown:
     return Unknown(f"{node.target}: {reason}", node)
 
 
-def _shape(node: fx.Node) -> _Shape:
-    return _shape_of(val(node))
+def shape_of(node: fx.Node) -> _Shape:
+    return shape_of_result(val(node))
 
 
-def _shape_of(result: object) -> _Shape:
+def shape_of_result(result: object) -> _Shape:
     return tuple(result.shape) if isinstance(result, torch.Tensor) else ()

@@ -58,12 +58,12 @@ class SpanMap:
     a bad span from one that a slice of the graph has cut.
 
     Attributes:
-        row_dim: dim of the tensor along which the rows lie.
+        row_dim: dim of the tensor along which the rows lie; None where only positions are followed.
         dims: dim of the tensor for each declared spanned dim, in declaration order, none negative.
         moves: for each of them, what happened to its positions, in order.
     """
 
-    row_dim: int
+    row_dim: int | None
     dims: tuple[int, ...]
     moves: tuple[tuple[Move, ...], ...]
 
@@ -86,7 +86,7 @@ class SpanMap:
     @property
     def tracked(self) -> tuple[int, ...]:
         """The row dim and the spanned dims."""
-        return (self.row_dim, *self.dims)
+        return self.dims if self.row_dim is None else (self.row_dim, *self.dims)
 
     def apply(self, dim_index: int, start: int, end: int) -> tuple[int, int]:
         """Where the span `[start, end)` of the `dim_index`-th declared spanned dim lies. Empty is always `(0, 0)`."""
@@ -104,7 +104,7 @@ class SpanMap:
             row: position of the row.
             spans: the declared `(start, end)` per spanned dim; the map is applied here.
         """
-        view = tensor[row] if self.row_dim == 0 else tensor.select(self.row_dim, row)
+        view = tensor[row] if not self.row_dim else tensor.select(self.row_dim, row)
         if self.is_identity:
             for dim, (start, end) in zip(self._row_dims, spans, strict=True):
                 view = view.narrow(dim, start, end - start)
@@ -117,18 +117,20 @@ class SpanMap:
     @cached_property
     def _row_dims(self) -> tuple[int, ...]:
         """The spanned dims once the row has been selected."""
-        return tuple(dim - (dim > self.row_dim) for dim in self.dims)
+        return tuple(dim - (self.row_dim is not None and dim > self.row_dim) for dim in self.dims)
 
     def relaid(self, places: Mapping[int, int | None]) -> SpanMap | None:
         """The same spans after dim d has become dim `places[d]`; None if the row dim or a spanned dim has no place."""
-        row_dim, *dims = (places.get(dim) for dim in self.tracked)
-        found = tuple(dim for dim in dims if dim is not None)
-        return SpanMap(row_dim, found, self.moves) if row_dim is not None and len(found) == len(dims) else None
+        found = [place for dim in self.tracked if (place := places.get(dim)) is not None]
+        return self._at(found) if len(found) == len(self.tracked) else None
+
+    def _at(self, tracked: Sequence[int]) -> SpanMap:
+        row_dim, dims = (None, tracked) if self.row_dim is None else (tracked[0], tracked[1:])
+        return SpanMap(row_dim, tuple(dims), self.moves)
 
     def shifted(self, first: int, by: int) -> SpanMap:
         """The same spans after dims from `first` on have become dims `by` further right."""
-        row_dim, *dims = (dim + by if dim >= first else dim for dim in self.tracked)
-        return SpanMap(row_dim, tuple(dims), self.moves)
+        return self._at([dim + by if dim >= first else dim for dim in self.tracked])
 
     def aligned(self, shape: Sequence[int], out: Sequence[int]) -> SpanMap | None:
         """The map after broadcasting from `shape` to `out`; None where the row dim or a spanned dim grows."""
@@ -313,7 +315,7 @@ def pixel_shuffle_rule(call: Call, spans: SpanMap, index: int) -> SpanMap | str:
 
 def upsample_rule(call: Call, spans: SpanMap, index: int) -> SpanMap | str:
     out, is_nearest = call.outs[index], "nearest" in call.op
-    if spans.row_dim > 1:
+    if spans.row_dim is not None and spans.row_dim > 1:
         return "it resizes the row dim"
     by_dim = [given for name, given in call.args.items() if name.startswith("scales")]  # scales, scales_h, ...
     scales = call.args.get("scale_factors") or by_dim or [None] * len(out)
@@ -346,7 +348,13 @@ def _scaled(call: Call, spans: SpanMap, dim: int, factor: int, index: int) -> Sp
 
 
 def cat_rule(call: Call, spans: SpanMap, index: int) -> SpanMap | str:
-    return "it joins rows or spanned positions" if call.dims()[0] in spans.tracked else spans
+    (dim,) = call.dims()
+    if dim not in spans.tracked:
+        return spans
+    ahead = call.args.get("ahead")
+    if dim == spans.row_dim or ahead is None:
+        return "it joins rows or spanned positions"
+    return spans.moved(dim, Move(1, ahead, call.outs[index][dim]), width=call.shape[dim])
 
 
 def stack_rule(call: Call, spans: SpanMap, index: int) -> SpanMap | str:

@@ -27,8 +27,10 @@ from spangraph.errors import (
     StepStateError,
     StepTimeoutError,
     TraceError,
+    VerificationError,
 )
 from spangraph.pipeline import Edge, Node, Pipeline
+from spangraph.report import Report
 from spangraph.stager import SpanStager, Tail
 from spangraph.step import Rows, Step
 
@@ -50,6 +52,7 @@ __all__ = [
     "Node",
     "Pipeline",
     "PipelineError",
+    "Report",
     "RingFullError",
     "RowLookupError",
     "Rows",
@@ -66,6 +69,7 @@ __all__ = [
     "StepTimeoutError",
     "Tail",
     "TraceError",
+    "VerificationError",
     "compile",
     "declare",
     "from_lengths",

@@ -49,6 +49,18 @@ class PipelineError(SpangraphError, ValueError):
     """A pipeline, or the file it comes from, names what does not exist, twice, or what cannot start."""
 
 
+class VerificationError(SpangraphError, ValueError):
+    """A verification found errors; the message is the report.
+
+    Attributes:
+        diagnostics: everything that the report holds, warnings and allowed findings too.
+    """
+
+    def __init__(self, message: str, diagnostics: Sequence[Diagnostic] = ()) -> None:
+        super().__init__(message)
+        self.diagnostics = tuple(diagnostics)
+
+
 class CaptureError(SpangraphError, RuntimeError):
     """A graph could not be captured. Pool, stream and ring are as before; the next launch captures again."""
 

@@ -8,10 +8,12 @@ that can happen, and to which outputs, is read off the pipeline alone (`Pipeline
 
 from __future__ import annotations
 
+import pkgutil
+import re
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from torch import nn
 from spangraph.declare import find_declarations
 from spangraph.errors import PipelineError
 from spangraph.passes.nodes import is_user_file
+from spangraph.report import Report
 
 
 def _caller_line() -> str:
@@ -126,3 +129,234 @@ class Pipeline:
     walks: Sequence[str] = ("forward",)
     speculation_depth: int = 1
     ring_depth: int | None = None
+
+    def __post_init__(self) -> None:
+        if problems := list(_problems(self)):
+            raise PipelineError("the pipeline is not whole:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+    @classmethod
+    def from_toml(cls, path: str | PathLike[str]) -> Pipeline:
+        """Read a pipeline from a TOML file.
+
+            walks = ["prefill", "decode"]
+            speculation_depth = 1
+
+            [nodes.talker]
+            worker = "gpu0"
+            spanned = { decode = ["codes"] }    # or module = "package.module:factory"
+
+            [nodes.codec]
+            worker = "gpu0"
+
+            [[edges]]
+            source = "talker.codes"
+            target = "codec"
+
+        Keys are the attributes of `Pipeline`, `Node` and `Edge`.
+
+        Raises:
+            PipelineError: naming the file and the key path of what is unknown, of the wrong type, or missing.
+        """
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            table = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise PipelineError(f"{path}: {error}") from None
+        return _Reader(path, text).pipeline(table)
+
+    @classmethod
+    def from_module(
+        cls,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        walk: str = "forward",
+        workers: Mapping[str, str] | None = None,
+        speculation_depth: int = 1,
+        ring_depth: int | None = None,
+    ) -> Pipeline:
+        """Derive a pipeline from a traced model: declaring submodules are nodes, data flow between them is edges.
+
+        Args:
+            args, kwargs: example inputs.
+            workers: worker of each node by the submodule's name; default one for all.
+
+        Raises:
+            TraceError: if the model does not export.
+            PipelineError: if `workers` names what does not declare.
+        """
+        from spangraph.derive import derive_pipeline
+
+        nodes, edges = derive_pipeline(model, args, kwargs or {}, walk)
+        names = [node.name for node in nodes]
+        if unknown := sorted(set(workers or {}) - set(names)):
+            raise PipelineError(f"workers names {unknown}: the declaring submodules are {names}.")
+        nodes = [replace(node, worker=(workers or {}).get(node.name, node.worker)) for node in nodes]
+        return cls(nodes, edges, (walk,), speculation_depth, ring_depth)
+
+    def node(self, name: str) -> Node:
+        """The node of that name."""
+        return next(node for node in self.nodes if node.name == name)
+
+    def edges_on(self, walk: str) -> list[Edge]:
+        """The edges of one walk."""
+        return [edge for edge in self.edges if edge.walks is None or walk in edge.walks]
+
+    def verify(self, walk: str | None = None) -> Report:
+        """Find what may start before a cut, on one walk or on all: SG3xx and SG5xx, all of them errors.
+
+        Raises:
+            PipelineError: for an unknown walk.
+        """
+        from spangraph.speculation_rules import find_conflicts
+
+        if walk is not None and walk not in self.walks:
+            raise PipelineError(f"walk {walk!r} is not one of {list(self.walks)}.")
+        walks = self.walks if walk is None else (walk,)
+        return Report([diagnostic for name in walks for diagnostic in find_conflicts(self, name)])
+
+
+def _problems(pipeline: Pipeline) -> Iterator[str]:
+    """What is unknown, named twice, or cannot start, each with its key path."""
+    names = [node.name for node in pipeline.nodes]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"nodes.{name}: {names.count(name)} nodes have this name."
+    if not pipeline.walks or len(set(pipeline.walks)) < len(pipeline.walks):
+        yield f"walks: {list(pipeline.walks)}; expected different names, at least one."
+    for key, least in (("speculation_depth", 0), ("ring_depth", 1)):
+        value = getattr(pipeline, key)
+        if value is not None and (not isinstance(value, int) or value < least):
+            yield f"{key}: {value!r}; expected a whole number, at least {least}."
+    known = {node.name: node for node in pipeline.nodes}
+    outputs: dict[str, set[str]] = {}
+    for node in known.values():
+        key = f"nodes.{node.name}"
+        if node.module is not None and node.spanned:
+            yield f"{key}.spanned: the module says itself what is spanned; leave one of the two out."
+        if isinstance(node.spanned, Mapping) and (strange := sorted(set(node.spanned) - set(pipeline.walks))):
+            yield f"{key}.spanned: unknown walks {strange}; the pipeline has {list(pipeline.walks)}."
+        outputs[node.name] = {*node.outputs, *(n for walk in pipeline.walks for n in node.spanned_outputs(walk))}
+    seen: set[tuple[str, str, str]] = set()
+    for i, edge in enumerate(pipeline.edges):
+        key = f"edges[{i}]"
+        if edge.node not in known:
+            yield f"{key}.source: {edge.source!r} names no node; expected node.output with a node of {names}."
+        elif edge.output not in outputs[edge.node]:
+            yield (
+                f"{key}.source: {edge.node!r} has no output {edge.output!r}; it has {sorted(outputs[edge.node])}. List"
+                f" outputs without spans in nodes.{edge.node}.outputs."
+            )
+        if edge.target not in known:
+            yield f"{key}.target: {edge.target!r} names no node of {names}."
+        if edge.walks is not None and (strange := sorted(set(edge.walks) - set(pipeline.walks))):
+            yield f"{key}.walks: unknown walks {strange}; the pipeline has {list(pipeline.walks)}."
+        for walk in pipeline.walks if edge.walks is None else edge.walks:
+            if (walk, edge.source, edge.target) in seen:
+                yield f"{key}: a second edge {edge} on walk {walk!r}."
+            seen.add((walk, edge.source, edge.target))
+    if len(known) > 1 and pipeline.edges:
+        joined = {name for edge in pipeline.edges for name in (edge.node, edge.target)}
+        for name in names:
+            if name not in joined:
+                yield f"nodes.{name}: unreachable; no edge leads to it or from it."
+    for walk in pipeline.walks:
+        edges = [edge for edge in pipeline.edges_on(walk) if not edge.loop_back]
+        waiting = set(known)
+        while started := {n for n in waiting if not any(e.target == n and e.node in waiting for e in edges)}:
+            waiting -= started
+        for name in sorted(waiting):
+            yield (
+                f"nodes.{name}: unreachable on walk {walk!r}; it waits for itself over {sorted(waiting)}. One edge of"
+                " the cycle must be loop_back."
+            )
+
+
+class _Reader:
+    """Builds a pipeline from a parsed TOML file, and knows on which line each node and edge stands."""
+
+    def __init__(self, path: str | PathLike[str], text: str) -> None:
+        self._path = path
+        self._lines = text.splitlines()
+
+    def pipeline(self, table: Mapping[str, Any]) -> Pipeline:
+        table = self._checked("", table, Pipeline, {"nodes": dict, "edges": list})
+        nodes = [self._node(name, value) for name, value in table.pop("nodes", {}).items()]
+        edges = [self._edge(i, value) for i, value in enumerate(table.pop("edges", []))]
+        try:
+            return Pipeline(nodes, edges, **table)
+        except PipelineError as error:
+            raise PipelineError(f"{self._path}: {error}") from None
+
+    def _node(self, name: str, value: Any) -> Node:
+        key = f"nodes.{name}"
+        table = self._checked(key, value, Node, {"module": str, "spanned": (dict, list)})
+        if (given := table.get("module")) is not None:
+            table["module"] = self._load(f"{key}.module", given)
+        return Node(name, **table, where=self._where(rf"\s*\[\s*nodes\s*\.\s*[\"']?{re.escape(name)}[\"']?\s*\]", 0))
+
+    def _edge(self, index: int, value: Any) -> Edge:
+        key = f"edges[{index}]"
+        table = self._checked(key, value, Edge, {})
+        for required in ("source", "target"):
+            if required not in table:
+                raise PipelineError(f"{self._path}: {key}.{required} is missing.")
+        return Edge(**table, where=self._where(r"\s*\[\[\s*edges\s*\]\]", index))
+
+    def _where(self, header: str, nth: int) -> str:
+        found = [i for i, line in enumerate(self._lines, 1) if re.match(header, line)]
+        if nth >= len(found):  # written inline
+            found, nth = [i for i, line in enumerate(self._lines, 1) if re.match(r"\s*(nodes|edges)\b", line)] or [1], 0
+        return f"{self._path}:{found[nth]}"
+
+    def _load(self, key: str, name: str) -> nn.Module:
+        try:
+            found = pkgutil.resolve_name(name)
+            module = found if isinstance(found, nn.Module) else found()
+        except Exception as error:
+            raise PipelineError(f"{self._path}: {key}: {name!r} cannot be loaded: {error}") from error
+        if not isinstance(module, nn.Module):
+            raise PipelineError(f"{self._path}: {key}: {name!r} gives a {type(module).__name__}, not an nn.Module.")
+        return module
+
+    def _checked(self, key: str, value: Any, cls: type, special: Mapping[str, Any]) -> dict[str, Any]:
+        """A table with known keys and values of the right types only."""
+        if not isinstance(value, dict):
+            raise PipelineError(f"{self._path}: {key} is {value!r}; expected a table.")
+        kinds = {f.name: special.get(f.name, _TOML_KINDS[str(f.type)]) for f in fields(cls) if f.name not in _NO_KEYS}
+        for name, given in value.items():
+            path = f"{key}.{name}" if key else name
+            if name not in kinds:
+                raise PipelineError(f"{self._path}: {path} is not known; expected one of {sorted(kinds)}.")
+            right = isinstance(given, kinds[name]) and (kinds[name] is bool or not isinstance(given, bool))
+            if not right or not (name in ("nodes", "edges") or _holds_names(given)):
+                raise PipelineError(f"{self._path}: {path} is {given!r}; expected {_describe(name, kinds[name])}.")
+        return dict(value)
+
+
+_NO_KEYS = ("name", "where")
+_TOML_KINDS = {
+    "str": str,
+    "bool": bool,
+    "int": int,
+    "int | None": int,
+    "Sequence[str]": list,
+    "Sequence[str] | None": list,
+    "Sequence[Node]": dict,
+    "Sequence[Edge]": list,
+    "Mapping[str, Sequence[str]] | Sequence[str]": dict,
+    "nn.Module | None": str,
+}
+
+
+def _holds_names(given: Any) -> bool:
+    """Whether every list in a value, or in a table of walks, holds strings."""
+    parts = given.values() if isinstance(given, dict) else [given] if isinstance(given, list) else []
+    return all(isinstance(part, list) and all(isinstance(name, str) for name in part) for part in parts)
+
+
+def _describe(name: str, kind: Any) -> str:
+    if name == "spanned":
+        return "a list of names, or a table walk -> list of names"
+    kinds = {str: "a string", bool: "true or false", int: "a whole number", list: "a list of strings"}
+    return kinds.get(kind, "a table")

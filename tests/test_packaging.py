@@ -17,6 +17,7 @@ _STALE_MODULE = "spangraph/deleted_long_ago.py"
 _OPTIONAL = [
     "triton",
     "numpy",
+    "click",
     "scipy",
     "transformers",
     "diffusers",
@@ -98,8 +99,9 @@ def test_folders_are_flat():
     assert nested == []
 
 
-def test_wheel_is_marked_as_typed_and_carries_the_license(wheel_names):
+def test_wheel_is_marked_as_typed_and_carries_the_rules_and_the_license(wheel_names):
     assert "spangraph/py.typed" in wheel_names
+    assert "spangraph/rules.md" in wheel_names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel_names)
 
 
@@ -108,6 +110,7 @@ def test_sdist_carries_what_is_needed_to_run_the_tests(distributions):
         names = {name.partition("/")[2] for name in sdist.getnames()}
     tests = {path.relative_to(_ROOT).as_posix() for path in (_ROOT / "tests").rglob("*.py")}
     assert tests <= names
+    assert "tests/data/sarif-schema-2.1.0.json" in names
     assert {"pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt"} <= names
     assert not any("__pycache__" in name for name in names)
 

@@ -183,7 +183,7 @@ UNKNOWN: dict[str, tuple[Any, Callable[[Tensor], Any]]] = {
         y.roll(2, -1), y.roll(1), y.sort(-1)[0], y.topk(3)[0], y[..., INDEX], y.gather(2, y.long()),
         F.glu(y[..., 1:]))),
     "span-joined": (SOUND, lambda y: (
-        torch.cat([y, y], -1), torch.cat([y, torch.zeros(3, 4, 2)], 2), y.repeat(1, 1, 2),
+        torch.cat([y, y], -1), torch.cat([y, torch.zeros(3, 4, 2), y], 2), y.repeat(1, 1, 2),
         y.tensor_split((3, 1), -1)[2])),
     "places-differ": (SOUND, lambda y: (
         y + y.flip(-1), y[..., 1:] - y[..., :-1], y.diff(), torch.cat([y, y.flip(-1)], 1),

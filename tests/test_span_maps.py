@@ -269,6 +269,9 @@ MOVEMENT: dict[str, tuple[Any, Callable[[Tensor], Outputs]]] = {
         F.pad(y, (2, 3)), F.pad(y, (-2, 1)), F.pad(y, (1, -4)), F.pad(y, (0, 0, 1, 2), value=NEUTRAL))),
     "pad-two": (IMAGE, lambda y: (
         F.pad(y, (1, 0, -2, 3)), F.pad(y, (2, 2)), F.pad(y, (0, 0, 0, 0, 1, 1), value=NEUTRAL))),
+    "cat-constants": (SOUND, lambda y: (
+        torch.cat([y.new_full((3, 4, 2), NEUTRAL), y, y.new_full((3, 4, 1), NEUTRAL)], -1),
+        torch.cat([y, y.new_full((3, 4, 2), NEUTRAL)], 2))),
     "flip": (TURNED, lambda y: (y.flip(-1), y.flip(1, 2), y.flip((2, 3)), y.flip(-1).flip(-1), y.flip(-1)[..., 1:4])),
     "repeat-interleave": (SOUND, lambda y: (
         y.repeat_interleave(3, -1), y.repeat_interleave(2, dim=1), y.repeat_interleave(1, 2))),

@@ -1,0 +1,305 @@
+"""What operators do to one dim: where positions lie afterwards, and how far padding reaches into valid ones.
+
+Where operators only move positions, `propagate_spans.RULES` says it; here is what that table leaves out, as where a
+convolution's output belongs is a convention, and how far each operator looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import ceil, inf
+from typing import Any
+
+import torch
+
+from spangraph.passes.nodes import val
+from spangraph.passes.propagate_spans import RULES, packets, shape_of
+from spangraph.passes.span_maps import Call, Move, NotStaticError, SpanMap, mix_along_rule
+
+
+@dataclass(frozen=True)
+class Track:
+    """Where the positions of one axis of a source lie along one dim of a tensor.
+
+    Attributes:
+        axis: the rows, or which spanned dim of which source.
+        spans: the dim, and how positions moved.
+        before, after: whether what lies before and after the valid positions may hold padding.
+    """
+
+    axis: str
+    spans: SpanMap
+    before: bool
+    after: bool
+
+    @property
+    def dim(self) -> int:
+        return self.spans.dims[0]
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        return self.spans.moves[0]
+
+    @property
+    def is_reversed(self) -> bool:
+        return sum(move.scale < 0 for move in self.moves) % 2 == 1
+
+    @property
+    def is_shifted(self) -> bool:
+        """Whether positions were at most shifted."""
+        return all(move.scale == move.step == 1 for move in self.moves)
+
+    @property
+    def origin(self) -> int:
+        """Where the source's position 0 lies now; 0 where the dim was reversed."""
+        at = 0
+        for move in self.moves:
+            at = ceil((at * move.scale + move.shift) / move.step)
+        return 0 if any(move.scale < 0 for move in self.moves) else at
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What an operator does to one track of one operand.
+
+    Attributes:
+        spans: where it goes; None: nowhere, the positions are gone or their places unknown.
+        before, after: how many valid positions of the output, at the span's start and end, padding there can touch.
+            0 and 0 without spans: unknown.
+        reason: what the operator does.
+    """
+
+    spans: SpanMap | None
+    before: float = 0
+    after: float = 0
+    reason: str = "its effect on spans is not known"
+
+
+_Rule = Callable[[Call, str, Track, int], Effect]
+_all = partial(Effect, before=inf, after=inf)
+_CHOSEN = "it chooses them by an index"
+_BROADCAST = "it broadcasts a spanned dim"
+
+PADS = packets("pad reflection_pad1d reflection_pad2d reflection_pad3d")
+# These choose rows, or positions, by values.
+ROUTES = packets("index_select index gather take_along_dim scatter scatter_add index_add index_put")
+_MIXERS = packets(
+    "sum nansum mean nanmean prod amax amin max min any all argmax argmin norm linalg_vector_norm logsumexp std var "
+    "std_mean var_mean count_nonzero median nanmedian mode kthvalue sort topk"
+)
+_SOFTMAX = packets("softmax log_softmax _softmax _log_softmax")
+_ALONG = frozenset(packet for packet, rule in RULES.items() if rule is mix_along_rule)
+_BLENDS = packets("upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d")
+# Over which dims a norm takes its statistics.
+_NORMS: Mapping[Any, Callable[[Call, int], bool]] = {
+    **dict.fromkeys(
+        packets("layer_norm rms_norm"), lambda call, dim: dim >= len(call.shape) - len(call.args["normalized_shape"])
+    ),
+    **dict.fromkeys(packets("group_norm"), lambda call, dim: dim >= 1),
+    **dict.fromkeys(packets("instance_norm"), lambda call, dim: dim >= 2 and bool(call.args["use_input_stats"])),
+    **dict.fromkeys(packets("batch_norm"), lambda call, dim: dim != 1 and bool(call.args["training"])),
+}
+
+
+def effect_of(packet: Any, call: Call, name: str, track: Track, index: int) -> Effect:
+    """What an operator that is not elementwise does to a track of its operand `name`, in its index-th output."""
+    try:
+        if packet in _EFFECTS:
+            return _EFFECTS[packet](call, name, track, index)
+        if packet not in RULES or name != next(iter(call.args)):
+            return Effect(None)
+        found = RULES[packet](call, track.spans, index)
+    except NotStaticError:
+        return Effect(None, reason="an amount is only known when it runs")
+    if isinstance(found, str):
+        return _all(None, reason="it mixes them") if packet in _MIXERS else Effect(None, reason=found)
+    if packet in _NORMS and _NORMS[packet](call, track.dim):
+        return _all(found, reason="its statistics are taken over them")
+    if packet in _ALONG and track.dim in call.dims():
+        return Effect(found, inf, inf if packet in _SOFTMAX else 0, "it runs along them")
+    if packet in _BLENDS and track.dim > 1 and (factor := call.outs[index][track.dim] // call.shape[track.dim]) > 1:
+        further = factor if "bicubic" in call.op else 0
+        # Position 0 is blended with position 1, with weight 0, which NaN survives.
+        return Effect(found, ceil(factor / 2) + further, factor + further, "it interpolates between neighbours")
+    return Effect(found)
+
+
+def _windowed(call: Call, track: Track, index: int, kernel: int, stride: int, pad: int, dilation: int) -> Effect:
+    """A window that slides along the dim: output o sees inputs `[o * stride - pad, o * stride - pad + reach]`.
+
+    Which of them it belongs to is a convention: that which brings the source's position 0 back to 0, if the window
+    allows. So a causal convolution looks back only, whoever has padded its input.
+    """
+    reach = dilation * (kernel - 1)
+    ahead = min(max(track.origin + pad, 0), reach)
+    move = Move(1, pad - ahead, call.outs[index][track.dim], stride)
+    spans = track.spans.moved(track.dim, move, width=call.shape[track.dim])
+    reason = f"its windows of {kernel}" + (f", dilation {dilation}," if dilation > 1 else "") + " see neighbours"
+    return Effect(spans, ceil(ahead / stride), ceil((reach - ahead) / stride), reason)
+
+
+def _transposed(call: Call, track: Track, index: int, kernel: int, stride: int, pad: int, dilation: int) -> Effect:
+    """Input i reaches outputs `[i * stride - pad, i * stride - pad + reach]`; `stride` of them are its own."""
+    spare = max(dilation * (kernel - 1) - stride + 1, 0)
+    ahead = min(max(pad - track.origin * stride, 0), spare)
+    move = Move(stride, ahead - pad, call.outs[index][track.dim])
+    spans = track.spans.moved(track.dim, move, width=call.shape[track.dim])
+    return Effect(spans, spare - ahead, ahead, f"its windows of {kernel}, stride {stride}, overlap")
+
+
+def _sizes(call: Call, at: int, *names: str) -> list[int]:
+    """Arguments that are one number, or one per spatial dim, at one of these dims."""
+    given = [call.ints(name) for name in names]
+    return [sizes[at] if len(sizes) > 1 else sizes[0] for sizes in given]
+
+
+def _convolution(num: int, transposed: bool, call: Call, name: str, track: Track, index: int) -> Effect:
+    channel = len(call.shape) - num - 1
+    if name != "input":
+        return Effect(None)
+    if track.dim <= channel:
+        return Effect(track.spans) if track.dim < channel else _all(None, reason="it sums over channels")
+    at = track.dim - channel - 1
+    kernel = shape_of(call.args["weight"])[2 + at]
+    stride, dilation = _sizes(call, at, "stride", "dilation")
+    if isinstance(call.args["padding"], str):
+        pad = dilation * (kernel - 1) // 2 if call.args["padding"] == "same" else 0
+    else:
+        (pad,) = _sizes(call, at, "padding")
+    return (_transposed if transposed else _windowed)(call, track, index, kernel, stride, pad, dilation)
+
+
+def _pool(num: int, call: Call, name: str, track: Track, index: int) -> Effect:
+    at = track.dim - (len(call.shape) - num)
+    if at < 0:
+        return Effect(track.spans)
+    kernel, pad = _sizes(call, at, "kernel_size", "padding")
+    stride = _sizes(call, at, "stride")[0] if call.args["stride"] else kernel
+    dilation = _sizes(call, at, "dilation")[0] if "dilation" in call.args else 1
+    return _windowed(call, track, index, kernel, stride, pad, dilation)
+
+
+def _adaptive_pool(num: int, call: Call, name: str, track: Track, index: int) -> Effect:
+    if track.dim < len(call.shape) - num or call.outs[index][track.dim] == call.shape[track.dim]:
+        return Effect(track.spans)
+    return _all(None, reason="it pools over them")
+
+
+def _unfold(call: Call, name: str, track: Track, index: int) -> Effect:
+    (dim,), (size,), (step,) = call.dims("dimension"), call.ints("size"), call.ints("step")
+    return _windowed(call, track, index, size, step, 0, 1) if track.dim == dim else Effect(track.spans)
+
+
+def _select(call: Call, name: str, track: Track, index: int) -> Effect:
+    (dim,) = call.dims()
+    if track.dim != dim:
+        return Effect(track.spans.shifted(dim, -1))
+    at = call.ints("index")[0] % call.shape[dim] if "index" in call.args else index
+    # No row with anything in it is padding at its first position, if it starts there.
+    return Effect(None, inf, inf if at > track.origin or track.is_reversed else 0, "it takes one of them for all")
+
+
+def _matmul(call: Call, name: str, track: Track, index: int) -> Effect:
+    names = list(call.args)
+    left, right = names[1:3] if names[1] in ("mat1", "batch1") else names[:2]  # addmm and baddbmm add their first
+    if name not in (left, right):
+        return Effect(track.spans.aligned(call.shape, call.outs[index]), reason=_BROADCAST)
+    ndim, from_right = len(call.shape), len(call.shape) - track.dim
+    if from_right == (1 if name == left else min(2, ndim)):
+        return _all(None, reason="it sums over them")
+    other = len(shape_of(call.args[right if name == left else left]))
+    return _seated(call, track, index, from_right - (other == 1 and from_right > 1))
+
+
+def _seated(call: Call, track: Track, index: int, from_right: int) -> Effect:
+    """The track at a dim of the output counted from the right, unless it is broadcast there."""
+    out = call.outs[index]
+    place = len(out) - from_right
+    kept = place >= 0 and out[place] == call.shape[track.dim]
+    return Effect(track.spans.relaid({track.dim: place}) if kept else None, reason=_BROADCAST)
+
+
+def _linear(call: Call, name: str, track: Track, index: int) -> Effect:
+    if name != "input":
+        return Effect(None)
+    return Effect(track.spans) if track.dim < len(call.shape) - 1 else _all(None, reason="it sums over them")
+
+
+def _attention(call: Call, name: str, track: Track, index: int) -> Effect:
+    from_right = len(call.shape) - track.dim
+    if (from_right == 2 and name in ("key", "value")) or (from_right == 1 and name != "value"):
+        return _all(None, reason="it attends to them (where the mask is 0, NaN still counts)")
+    return _seated(call, track, index, from_right)
+
+
+def _recurrent(call: Call, name: str, track: Track, index: int) -> Effect:
+    if name != "input" or len(call.shape) != 3:
+        return Effect(None)
+    time = 1 if call.args["batch_first"] else 0
+    if track.dim == 1 - time:
+        return Effect(track.spans if index == 0 else track.spans.relaid({track.dim: 1}))
+    if track.dim == 2 or index:
+        return _all(None, reason="it mixes them")
+    return Effect(track.spans, inf, inf if call.args["bidirectional"] else 0, "its state runs along them")
+
+
+def _lookup(call: Call, name: str, track: Track, index: int) -> Effect:
+    """`embedding(weight, indices)` and `x[..., indices, ...]`."""
+    if "weight" in call.args:
+        return Effect(track.spans if name == "indices" else None, reason=_CHOSEN)
+    indexed = [(dim, given) for dim, given in enumerate(call.args["indices"]) if given is not None]
+    (at, indices), *more = indexed
+    if more or val(indices).dtype in (torch.bool, torch.uint8):
+        return Effect(None, reason=_CHOSEN)
+    if name == "indices":
+        return Effect(track.spans.shifted(0, at))
+    if track.dim == at:
+        return Effect(None, reason=_CHOSEN)
+    return Effect(track.spans.shifted(at, len(shape_of(indices)) - 1))
+
+
+def _gather(call: Call, name: str, track: Track, index: int) -> Effect:
+    if name == "index":
+        return Effect(track.spans)
+    if name != "self" or track.dim in call.dims() or call.outs[index][track.dim] != call.shape[track.dim]:
+        return Effect(None, reason=_CHOSEN)
+    return Effect(track.spans)
+
+
+def _over(argument: str, reason: str, call: Call, name: str, track: Track, index: int) -> Effect:
+    """Operators that mix the dims that an argument names, or all."""
+    given = call.args[argument]
+    mixed = range(len(call.shape)) if given is None or given == [] else call.dims(argument)
+    return _all(None, reason=reason) if track.dim in mixed else Effect(track.spans)
+
+
+def _by_num(rule: Callable[..., Effect], *names: str) -> dict[Any, _Rule]:
+    """A rule for 1, 2 and 3 spatial dims."""
+    return {
+        packet: partial(rule, num)
+        for num in (1, 2, 3)
+        for packet in packets(" ".join(name.format(num) for name in names))
+    }
+
+
+_EFFECTS: Mapping[Any, _Rule] = {
+    **_by_num(lambda num, *rest: _convolution(num, False, *rest), "conv{}d"),
+    **_by_num(lambda num, *rest: _convolution(num, True, *rest), "conv_transpose{}d"),
+    **_by_num(_pool, "avg_pool{}d", "max_pool{}d", "max_pool{}d_with_indices"),
+    **_by_num(_adaptive_pool, "adaptive_avg_pool{}d", "adaptive_max_pool{}d"),
+    **dict.fromkeys(packets("unfold"), _unfold),
+    **dict.fromkeys(packets("select unbind"), _select),
+    **dict.fromkeys(packets("matmul mm bmm mv dot addmm baddbmm"), _matmul),
+    **dict.fromkeys(packets("linear"), _linear),
+    **dict.fromkeys(packets("scaled_dot_product_attention"), _attention),
+    **dict.fromkeys(packets("lstm gru rnn_tanh rnn_relu"), _recurrent),
+    **dict.fromkeys(packets("embedding index"), _lookup),
+    **dict.fromkeys(packets("gather take_along_dim"), _gather),
+    **dict.fromkeys(packets("roll"), partial(_over, "dims", "it wraps them around")),
+    **dict.fromkeys(
+        packets("fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_fftn fft_ifftn fft_rfftn"),
+        partial(_over, "dim", "it transforms along them"),
+    ),
+}

@@ -1,0 +1,261 @@
+"""Find where padding leaks into data: an abstract interpretation of spans over an exported graph.
+
+A source is a padded tensor: a marked value, or an input whose spans the user gives. Each of its spanned dims, and its
+rows, is followed as a `Track`: where valid positions lie in every tensor that derives from it. An operator leaks where
+a valid position of its output depends on a position outside. That a mask has emptied the padding before cannot be
+seen, so it is reported there, too; a leak is never missed.
+
+    mel                                    # source: positions along 2
+    x = conv1d(mel, kernel=7, padding=3)   # SG201: up to 3 positions at either end
+    y = x / x.amax(-1, keepdim=True)       # SG201 at amax: every position; y's positions lie where x's do
+    z = y / y.amax(0)                      # SG202: padding rows
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from spangraph.passes import propagate_spans as places
+from spangraph.passes.leak_rules import PADS, ROUTES, Effect, Track, effect_of
+from spangraph.passes.nodes import aliased, val, written
+from spangraph.passes.propagate_spans import bind, nodes_in, shape_of, shape_of_result
+from spangraph.passes.span_maps import Call, SpanMap
+
+ROWS = "rows"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A padded tensor from which padding is followed.
+
+    Attributes:
+        node: its node.
+        label: what the report calls it.
+        dims: its spanned dims, may be negative; the rows along dim 0 are always followed.
+        padding: where positions outside the spans can lie: `"both"` ends, or only to the `"left"` or `"right"`.
+    """
+
+    node: fx.Node
+    label: str
+    dims: tuple[int, ...]
+    padding: str = "both"
+
+
+@dataclass(frozen=True)
+class Leak:
+    """An operator that lets padding into valid positions, or whose effect is not known.
+
+    Attributes:
+        rule: SG201 (positions), SG202 (rows) or SG203 (unknown effect).
+        node: the operator's node.
+        axis: what is mixed.
+        before, after: how many valid positions of the output padding before and after them can touch, at that end.
+        reason: what the operator does.
+    """
+
+    rule: str
+    node: fx.Node
+    axis: str
+    before: float
+    after: float
+    reason: str
+
+
+_State = tuple[Track, ...]
+
+
+def find_leaks(graph: fx.Graph, sources: Sequence[Source]) -> tuple[list[Leak], dict[fx.Node, _State]]:
+    """Follow the sources' spans through a graph with static shapes and fake values.
+
+    Returns:
+        What leaks, in graph order, and for each derived tensor the tracks that it still has.
+    """
+    return _Follower(graph, sources).run()
+
+
+class _Follower:
+    def __init__(self, graph: fx.Graph, sources: Sequence[Source]) -> None:
+        self._graph = graph
+        self._leaks: dict[tuple[fx.Node, str, str], Leak] = {}
+        self._states: dict[fx.Node, _State] = {}
+        self._parts: dict[fx.Node, list[_State]] = {}  # of nodes that give several tensors
+        self._bases: dict[fx.Node, fx.Node] = {}
+        self._views: dict[fx.Node, list[fx.Node]] = {}
+        self._order = {node: i for i, node in enumerate(graph.nodes)}
+        for source in sources:
+            self._begin(source)
+
+    def run(self) -> tuple[list[Leak], dict[fx.Node, _State]]:
+        for node in self._graph.nodes:
+            origin = aliased(node)
+            base = self._bases[node] = self._bases[origin] if origin is not None else node
+            self._views.setdefault(base, []).append(node)
+            if node.op == "call_function" and any(self._tracks(source) for source in node.all_input_nodes):
+                self._add(node, self._follow(node))
+                for target in written(node):
+                    self._write(node, target)
+        return sorted(self._leaks.values(), key=lambda leak: self._order[leak.node]), self._states
+
+    def _begin(self, source: Source) -> None:
+        """Give the source, and what it is a view of, its tracks."""
+        ends = source.padding in ("both", "left"), source.padding in ("both", "right")
+        state: _State = (Track(ROWS, SpanMap(None, (0,), ((),)), False, True),)  # padding rows come last
+        for dim in source.dims:
+            place = dim % len(shape_of(source.node))
+            state += (Track(f"{source.label!r} along dim {dim}", SpanMap(None, (place,), ((),)), *ends),)
+        node: fx.Node | None = source.node
+        while node is not None:
+            self._add(node, state)
+            view, node = node, places.viewed(node)
+            if node is not None:
+                above = [(track, places.seen_from(view, node, track.spans)) for track in state]
+                state = tuple(replace(track, spans=spans) for track, spans in above if isinstance(spans, SpanMap))
+
+    def _add(self, node: fx.Node, state: _State) -> None:
+        if state := tuple(dict.fromkeys((*self._states.get(node, ()), *state))):
+            self._states[node] = state
+
+    def _tracks(self, node: fx.Node) -> _State:
+        parts = self._parts.get(node, ())
+        return self._states.get(node, ()) + tuple(track for part in parts for track in part)
+
+    # ---- one operator ----------------------------------------------------------------------------------------------
+
+    def _follow(self, node: fx.Node) -> _State:
+        """The tracks of a node with at least one derived operand; leaks are noted."""
+        target = node.target
+        if target is operator.getitem and (parts := self._parts.get(node.args[0])):  # type: ignore[arg-type]
+            return parts[node.args[1]]  # type: ignore[index]
+        if not isinstance(target, OpOverload):
+            return self._unknown(node)
+        packet, args, result = target.overloadpacket, bind(node, target), val(node)
+        if target.namespace == "spangraph" or not target._schema.returns or packet in places.SHAPE_ONLY:
+            return ()
+        if packet in places.LIKE_OTHER:
+            args.pop("other", None)
+        operands = [(name, source) for name, given in args.items() for source in nodes_in([given])]
+        operands = [(name, source) for name, source in operands if self._tracks(source)]
+        if packet in places.CATS:
+            args["ahead"] = places.ahead(args, [source for _, source in operands])
+        several = isinstance(result, list | tuple)
+        outs = tuple(shape_of_result(out) for out in (result if several else [result]))
+        found = []
+        for index in range(len(outs)):
+            tracks = [
+                self._land(node, packet, track, self._effect(node, packet, args, name, source, outs, track, index))
+                for name, source in operands
+                for track in _with_short_rows(self._tracks(source))
+            ]
+            found.append(self._join(node, [track for track in tracks if track is not None]))
+        if several:
+            self._parts[node] = found
+            return ()
+        return found[0]
+
+    def _effect(
+        self,
+        node: fx.Node,
+        packet: Any,
+        args: dict[str, Any],
+        name: str,
+        operand: fx.Node,
+        outs: tuple[tuple[int, ...], ...],
+        track: Track,
+        index: int,
+    ) -> Effect:
+        shape = shape_of(operand)
+        if torch.Tag.pointwise in node.target.tags or packet in places.ELEMENTWISE:  # type: ignore[union-attr]
+            return Effect(track.spans.aligned(shape, outs[index]), reason="it broadcasts a spanned dim")
+        call = Call(str(node.target), args, shape, outs, partial(places.landing, node))
+        return effect_of(packet, call, name, track, index)
+
+    def _land(self, node: fx.Node, packet: Any, track: Track, effect: Effect) -> Track | None:
+        """Note what leaks, and return the track afterwards."""
+        before = effect.before if track.before else 0
+        after = effect.after if track.after else 0
+        if before or after:
+            self._note(node, "SG202" if track.axis == ROWS else "SG201", track.axis, before, after, effect.reason)
+        elif effect.spans is None and not (effect.before or effect.after):
+            rule = "SG202" if track.axis == ROWS and packet in ROUTES else "SG203"
+            self._note(node, rule, track.axis, inf, inf, effect.reason)
+        if effect.spans is None:
+            return None
+        moved = replace(track, spans=effect.spans)
+        if moved.is_reversed != track.is_reversed:
+            moved = replace(moved, before=track.after, after=track.before)
+        if packet in PADS and moved.moves != track.moves and (track.before or track.after):
+            copies = str(bind(node, node.target).get("mode", node.target))  # type: ignore[arg-type]
+            if "reflect" in copies or "circular" in copies:  # of a short row these are copies of padding
+                moved = replace(moved, before=True, after=True)
+        # What lies before the first valid position has seen what a short row has behind its last one.
+        return replace(moved, before=moved.before or (after > 0 and moved.origin > 0), after=moved.after or before > 0)
+
+    def _join(self, node: fx.Node, tracks: Iterable[Track]) -> _State:
+        """All tracks of all operands; those of one axis along one dim must lie at the same place."""
+        kept: dict[tuple[str, int], Track] = {}
+        if places.overwritten(node) is None:  # else it is the first operand that stays where it is
+            tracks = sorted(tracks, key=lambda track: abs(track.origin))
+        for track in tracks:
+            first = kept.setdefault((track.axis, track.dim), track)
+            if first.moves != track.moves:
+                by = track.origin - first.origin
+                before, after = (max(by, 0), max(-by, 0)) if first.is_shifted and track.is_shifted else (inf, inf)
+                before, after = before if track.before else 0, after if track.after else 0
+                if before or after:
+                    rule = "SG202" if track.axis == ROWS else "SG201"
+                    self._note(node, rule, track.axis, before, after, "it combines positions that lie elsewhere")
+            kept[track.axis, track.dim] = replace(
+                first, before=first.before or track.before, after=first.after or track.after
+            )
+        return tuple(kept.values())
+
+    def _unknown(self, node: fx.Node) -> _State:
+        for axis in {track.axis: None for source in node.all_input_nodes for track in self._tracks(source)}:
+            self._note(node, "SG203", axis, inf, inf, "its effect on spans is not known")
+        return ()
+
+    def _note(self, node: fx.Node, rule: str, axis: str, before: float, after: float, reason: str) -> None:
+        if (known := self._leaks.get((node, rule, axis))) is not None:
+            before, after = max(before, known.before), max(after, known.after)
+        self._leaks[node, rule, axis] = Leak(rule, node, axis, before, after, reason)
+
+    # ---- writes ----------------------------------------------------------------------------------------------------
+
+    def _write(self, node: fx.Node, target: fx.Node) -> None:
+        """`node` has written something derived into `target`; the other views of that memory show it from now on."""
+        state = self._tracks(node)
+        if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
+            self._states[target] = state
+            return
+        sources = [source for source in node.all_input_nodes if source is not target]
+        axes = {track.axis: None for source in (node, *sources) for track in self._tracks(source)}
+        for view in self._views[self._bases[target]]:
+            lacking = axes.keys() - {track.axis for track in self._tracks(view)}
+            if aliased(node) is target and (view is target or _is_same_view(view, target)):
+                self._add(view, tuple(track for track in state if track.axis in lacking))
+            elif any(self._order[user] > self._order[node] for user in view.users):
+                for axis in (axis for axis in axes if axis in lacking):
+                    self._note(node, "SG203", axis, inf, inf, f"it writes into the memory of {view}")
+
+
+def _with_short_rows(state: _State) -> _State:
+    """Rows are not alike while positions are followed: where one has data, one before it may have padding."""
+    if all(track.axis == ROWS for track in state):
+        return state
+    return tuple(replace(track, before=True) if track.axis == ROWS else track for track in state)
+
+
+def _is_same_view(view: fx.Node, target: fx.Node) -> bool:
+    one, other = val(view), val(target)
+    return bool(
+        one.shape == other.shape and one.stride() == other.stride() and one.storage_offset() == other.storage_offset()
+    )

@@ -1,0 +1,3 @@
+from spangraph.cli import main
+
+main(prog_name="spangraph")
