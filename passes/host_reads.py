@@ -47,7 +47,8 @@ _READS = {
     "aten::istft": "whether its window overlaps enough (istft)",
     **dict.fromkeys(
         [f"aten::linalg_{name}" for name in ("inv", "cholesky", "solve", "eig", "eigh", "lstsq", "lu_factor", "svd")]
-        + ["aten::inverse", "aten::cholesky", "aten::_linalg_check_errors"],
+        + ["aten::inverse", "aten::cholesky", "aten::_linalg_check_errors", "aten::_linalg_svd", "aten::_linalg_eigh"]
+        + ["aten::linalg_pinv"],
         "whether a matrix could be decomposed (linalg)",
     ),
 }

@@ -86,10 +86,13 @@ class Watch(TorchDispatchMode):
     def _note(self, what: str) -> None:
         self.reads.append(diagnose_read(what, user_line()))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def _check(self, func: Any, args: Any, kwargs: Any) -> None:
         if what := read_by(func, args, kwargs):
             self._note(what)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._check(func, args, kwargs)
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         self._memory.before(func, args, kwargs, lambda tensor: storage_key(tensor) in self.owned)
@@ -113,7 +116,7 @@ class Watch(TorchDispatchMode):
 
 
 # Reads that reach no operator on CPU, and another one (a copy) elsewhere.
-_HOST_CALLS = {
+HOST_CALLS = {
     Tensor.tolist: "a tensor's values (.tolist())",
     Tensor.numpy: "a tensor's values (.numpy())",
     Tensor.__array__: "a tensor's values (numpy)",
@@ -131,14 +134,19 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond, or a nested torch.compile
             return func(*args, **(kwargs or {}))
-        self.used.update(id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        if self._note is not None and (what := _HOST_CALLS.get(func)):
+        self.used.update(map(id, tensors_in((args, kwargs))))
+        if self._note is not None and (what := HOST_CALLS.get(func)):
             self._note(what)
         return func(*args, **(kwargs or {}))
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors among the leaves."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def _storages(tree: Any) -> set[int]:
-    return {storage_key(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)}
+    return {storage_key(tensor) for tensor in tensors_in(tree) if tensor.layout is torch.strided}
 
 
 def user_line() -> str:
@@ -155,8 +163,9 @@ def run_watched(
     tensors: Sequence[Tensor],
     inference: bool,
     generators: Sequence[torch.Generator],
+    kind: type[Watch] = Watch,
 ) -> tuple[Any, Watch]:
-    watch = Watch(model, tensors)
+    watch = kind(model, tensors)
     device = tensors[0].device if tensors else torch.device("cpu")
     with run_mode(inference), preserve_generators(device, generators), watch:
         out = run(*tensors)
