@@ -13,8 +13,9 @@ from torch import fx
 from spangraph.diagnostics import Diagnostic
 from spangraph.passes.host_reads import erase_assertions, refuse_host_reads
 from spangraph.passes.insert_staging import erase_marks, insert_staging_node
+from spangraph.passes.leaks import Source, diagnose_leaks
 from spangraph.passes.marks import Mark, MarkInfo, find_marks, hoist_marks
-from spangraph.passes.memory import isolate_outputs, snapshot_spans
+from spangraph.passes.memory import diagnose_kept_spans, isolate_outputs, snapshot_spans
 from spangraph.passes.nodes import result_nodes
 from spangraph.passes.plan_cuts import PlannedCut, deliver_values, plan_cuts
 
@@ -31,7 +32,8 @@ class Prepared:
         cuts: which outputs are cut.
         results: the graph's output nodes.
         value_outputs: for each mark, which output its value is; -1 for row values.
-        diagnostics: SG203 for outputs that derive from a spanned value and are delivered whole.
+        diagnostics: SG203 for outputs that derive from a spanned value and are delivered whole; SG201, SG202 and SG203
+            where padding may leak, SG206 where spans may be stale. All are warnings.
     """
 
     gm: fx.GraphModule
@@ -43,12 +45,20 @@ class Prepared:
 
 
 def prepare_graph(
-    gm: fx.GraphModule, infos: Mapping[tuple[str, str], MarkInfo], leaf_names: Sequence[str], *, reads: bool = False
+    gm: fx.GraphModule,
+    infos: Mapping[tuple[str, str], MarkInfo],
+    leaf_names: Sequence[str],
+    *,
+    reads: bool = False,
+    sources: Sequence[Source] = (),
+    padding: str = "both",
 ) -> Prepared:
     """Run all passes but the last.
 
     Args:
         reads: let host reads be; for graphs that are not captured.
+        sources: inputs whose padding is followed, beside that of marked values.
+        padding: where that of marked values can lie.
 
     Raises:
         HostReadError: SG401, for host reads that feed more than assertions.
@@ -58,9 +68,13 @@ def prepare_graph(
     gm = erase_assertions(gm)
     gm = gm if reads else refuse_host_reads(gm)
     marks = find_marks(gm, infos)
+    marked = [Source(m.value, m.full_name, m.info.span.dims, padding) for m in marks if m.info.span is not None]
+    warnings = diagnose_leaks(gm, [*sources, *marked]) + diagnose_kept_spans(gm, marks)
     gm, marks = snapshot_spans(gm, marks)
     gm = deliver_values(gm, marks)
     cuts, diagnostics = plan_cuts(gm, marks, leaf_names)
+    whole = {(found.rule, found.where) for found in diagnostics}
+    diagnostics += [found for found in warnings if (found.rule, found.where) not in whole]
     delivered = result_nodes(gm.graph)
     value_outputs = [-1 if mark.spans is None else delivered.index(mark.value) for mark in marks]
     gm = erase_marks(gm, marks)

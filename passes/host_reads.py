@@ -192,8 +192,10 @@ def refuse_host_reads(gm: fx.GraphModule) -> fx.GraphModule:
 
 def host_read_error(reads: list[Diagnostic]) -> HostReadError:
     """The error that names all of `reads`."""
-    counts = Counter((read.where, read.message) for read in reads)
-    lines = [f"  {place or 'unknown line'}: {message} ({count}x)" for (place, message), count in counts.items()]
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for read in reads:
+        counts[read.where, read.message, "" if read.fix == _FIX else f" Fix: {read.fix}"] += read.count
+    lines = [f"  {place or 'unknown line'}: {what} ({count}x){fix}" for (place, what, fix), count in counts.items()]
     return HostReadError(
         "SG401 host reads in the forward:\n"
         + "\n".join([*lines, f"Fix: {_FIX} spangraph.compile(verify='warn') runs such a model uncaptured."]),

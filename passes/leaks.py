@@ -24,9 +24,10 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from spangraph.diagnostics import Diagnostic
 from spangraph.passes import propagate_spans as places
 from spangraph.passes.leak_rules import PADS, ROUTES, Effect, Track, effect_of
-from spangraph.passes.nodes import aliased, val, written
+from spangraph.passes.nodes import aliased, val, where, written
 from spangraph.passes.propagate_spans import bind, nodes_in, shape_of, shape_of_result
 from spangraph.passes.span_maps import Call, SpanMap
 
@@ -71,6 +72,32 @@ class Leak:
 
 
 _State = tuple[Track, ...]
+
+
+def diagnose_leaks(gm: fx.GraphModule, sources: Sequence[Source]) -> list[Diagnostic]:
+    """SG201, SG202 and SG203 for a graph, as warnings."""
+    return [_diagnose(leak) for leak in find_leaks(gm.graph, sources)[0]]
+
+
+def _diagnose(leak: Leak) -> Diagnostic:
+    op = getattr(leak.node.target, "__name__", str(leak.node.target)).partition(".")[0]
+    what = "rows" if leak.axis == ROWS else f"positions of {leak.axis}"
+    if leak.rule == "SG203":
+        message = f"what {op} does to {what} is not known ({leak.reason}); what follows from there is not checked."
+        fix = "declare spans for what comes out of it, or check by hand."
+    elif leak.rule == "SG202":
+        message = f"{op} mixes rows: {leak.reason}. Padding rows, and padding of shorter rows, reach all of them."
+        fix = "keep rows apart, or mask padding rows and padding just before it."
+    else:
+        ends = [(leak.before, "start"), (leak.after, "end")]
+        reach = " and ".join(f"up to {int(count)} at its {end}" for count, end in ends if 0 < count < inf)
+        reach = "every valid position" if inf in (leak.before, leak.after) else f"valid positions of a span, {reach}"
+        message = f"{op} mixes {what}: {leak.reason}. Padding reaches {reach}."
+        fix = (
+            "empty the padding just before it (torch.where(mask, x, 0)), declare spans that leave these positions out,"
+            " or accept that they depend on the padding: a delivered row is what the padded output holds."
+        )
+    return Diagnostic(leak.rule, message, where(leak.node), fix=fix, severity="warning")
 
 
 def find_leaks(graph: fx.Graph, sources: Sequence[Source]) -> tuple[list[Leak], dict[fx.Node, _State]]:

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from torch import fx
 
+from spangraph.diagnostics import Diagnostic
 from spangraph.passes.marks import Mark, overwritten_error
-from spangraph.passes.nodes import clone_of, find_late_writes, output_node, result_nodes, storage_roots
+from spangraph.passes.nodes import clone_of, find_late_writes, output_node, result_nodes, storage_roots, val, written
 
 
 def snapshot_spans(gm: fx.GraphModule, marks: Sequence[Mark]) -> tuple[fx.GraphModule, list[Mark]]:
@@ -36,6 +37,25 @@ def snapshot_spans(gm: fx.GraphModule, marks: Sequence[Mark]) -> tuple[fx.GraphM
         gm.graph.lint()
         gm.recompile()
     return gm, kept
+
+
+def diagnose_kept_spans(gm: fx.GraphModule, marks: Sequence[Mark]) -> list[Diagnostic]:
+    """SG206, a warning: spans in a buffer of which a step may write a part only."""
+    roots = storage_roots(gm.graph)
+    found = []
+    for mark in marks:
+        root = roots[mark.staged]
+        if mark.spans is None or root.op != "get_attr":
+            continue
+        targets = [target for node in gm.graph.nodes for target in written(node) if roots[target] is root]
+        if not any(val(target).shape == val(root).shape for target in targets):
+            message = (
+                f"the spans of {mark.full_name!r} lie in {root.target!s}, which outlives the step and is not wholly"
+                " written by it: rows that a step does not write keep an earlier step's spans."
+            )
+            fix = "build the spans anew in each step, or write all of the buffer (copy_, zero_)."
+            found.append(Diagnostic("SG206", message, mark.info.where, mark.info.fqn, fix, "warning"))
+    return found
 
 
 def isolate_outputs(gm: fx.GraphModule) -> fx.GraphModule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -18,6 +19,7 @@ from spangraph.errors import ClosedError, DeclarationError, HostReadError, Input
 from spangraph.passes import Prepared, insert_staging_node, prepare_graph
 from spangraph.passes.marks import public_names
 from spangraph.passes.nodes import val
+from spangraph.pipeline import Pipeline
 from spangraph.stager import StagerCore, Tail, make_cut
 from spangraph.step import Cut, Step, profiled
 from spangraph.structure import CallSpec, Constant, normalise_call, split_call
@@ -41,6 +43,7 @@ def compile(
     staging: str = "kernel",
     wait: str = "block",
     generators: Sequence[torch.Generator] = (),
+    pipeline: Pipeline | None = None,
 ) -> Compiled:
     """Wrap a model with spanned outputs so that its steps run without a host read and its rows are cut afterwards.
 
@@ -60,14 +63,23 @@ def compile(
             reason in `explain()`.
         backend: a device or a backend; default the device of the model's parameters. On CPU, steps run inline.
         verify: what to do about host reads that stay in the graph: `"error"` refuses them with file:line, `"warn"`
-            runs the model uncaptured, `"off"` does so silently.
+            runs the model uncaptured, `"off"` does so silently. The same for conflicts in `pipeline`. Warnings, as of
+            padding that may leak, are in `explain()`; `spangraph.verify` checks more.
         staging: `"kernel"`, or `"copy"` for the plain async copy.
         wait: how waits wait: `"block"`, `"spin"`, or `"header"` (poll the slot's header).
         generators: device generators that the model draws from, to be registered with its graphs.
+        pipeline: the pipeline that the model is a node of, to be checked on this walk.
 
     Raises:
         InputError: for an option out of range, or a forward whose parameter is called like an option of `launch`.
+        VerificationError: for speculation conflicts in the pipeline, all of them.
     """
+    if pipeline is not None and verify != "off":
+        report = pipeline.verify(walk)
+        if verify == "error":
+            report.raise_for_errors()
+        elif report.errors:
+            warnings.warn(f"the pipeline has conflicts:\n{report}", stacklevel=2)
     return Compiled(model, walk, depth, trace, backend, verify, staging, wait, tuple(generators))
 
 
@@ -266,21 +278,22 @@ class Compiled:
     def _build(self, call: CallSpec, tensors: Sequence[Tensor]) -> _Signature:
         backend = self._backend
         inputs = [tensor.to(backend.device) for tensor in tensors]
-        trace = trace_model(
-            self._model,
-            self._walk,
-            call,
-            inputs,
-            tracer=self._trace,
-            verify=self._verify,
-            generators=self._generators,
-        )
+        model, walk = self._model, self._walk
         try:
+            trace = trace_model(
+                model,
+                walk,
+                call,
+                inputs,
+                tracer=self._trace,
+                verify=self._verify,
+                generators=self._generators,
+            )
             prepared = prepare_graph(trace.gm, trace.infos, trace.leaf_names, reads=not trace.captures)
         except HostReadError as error:
             if self._verify == "error":
-                raise locate_reads(self._model, self._walk, call, inputs, error) from None
-            trace = retrace_uncaptured(self._model, self._walk, call, inputs, error, warn=self._verify == "warn")
+                raise locate_reads(model, walk, call, inputs, error) from None
+            trace = retrace_uncaptured(model, walk, call, inputs, error, warn=self._verify == "warn")
             prepared = prepare_graph(trace.gm, trace.infos, trace.leaf_names, reads=True)
         if trace.reason:
             _logger.info("traced opaquely: %s", trace.reason)

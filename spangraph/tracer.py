@@ -13,8 +13,10 @@ from spangraph.declare import find_declarations
 from spangraph.diagnostics import Diagnostic
 from spangraph.errors import HostReadError, SpangraphError, TraceError
 from spangraph.export import export_model
+from spangraph.hazards import find_capture_hazards
 from spangraph.host_state import preserve_random
-from spangraph.opaque import trace_opaquely
+from spangraph.opaque import OpaqueRoot, trace_opaquely
+from spangraph.passes.host_reads import host_read_error
 from spangraph.structure import CallSpec
 from spangraph.trace import HostStateError, Trace, run_mode
 from spangraph.watch import run_watched, settle
@@ -138,14 +140,18 @@ def _trace_model(
 def locate_reads(
     model: nn.Module, walk: str, call: CallSpec, tensors: Sequence[Tensor], found: HostReadError
 ) -> HostReadError:
-    """The same error with the lines that read: an exported graph knows those of forwards, not of what they call."""
+    """The same error with all that cannot be captured, and the lines: a graph knows those of forwards at best."""
+    run = OpaqueRoot(model, call, find_declarations(model, walk))
     try:
-        trace_model(model, walk, call, tensors, tracer="opaque", verify="error")
-    except HostReadError as located:
-        return located
+        with _TRACE_LOCK:
+            hazards = [hazard for hazard in find_capture_hazards(model, run, tensors) if hazard.severity == "error"]
     except SpangraphError:
-        pass  # what else it is will show where the reads are mended
-    return found
+        return found  # what else it is will show where the reads are mended
+    if not any(hazard.rule == "SG401" for hazard in hazards):
+        return found
+    note = str(found).partition("\nThis is an opaque trace")
+    error = host_read_error(hazards)
+    return HostReadError(f"{error}{''.join(note[1:])}", error.diagnostics)
 
 
 def retrace_uncaptured(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import inf
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from spangraph.declare import Span, describe_bad_span, find_declarations, source_of
@@ -17,13 +16,10 @@ from spangraph.errors import DeclarationError, InputError, TraceError
 from spangraph.hazards import find_capture_hazards
 from spangraph.marking import Marking, check_marked
 from spangraph.passes import prepare_graph
-from spangraph.passes.host_reads import erase_assertions
-from spangraph.passes.leaks import ROWS, Leak, Source, find_leaks
-from spangraph.passes.marks import Mark, find_marks, hoist_marks
-from spangraph.passes.nodes import placeholders, storage_roots, val, where, written
+from spangraph.passes.leaks import Source
+from spangraph.passes.nodes import placeholders
 from spangraph.report import Report
 from spangraph.structure import normalise_call, split_call
-from spangraph.trace import Trace
 from spangraph.tracer import trace_model
 
 
@@ -99,7 +95,16 @@ def verify(
             if declarations or dims:
                 found.append(_not_followed(error, forward, any(d.rule == "SG401" for d in found)))
         else:
-            found += _check_graph(trace, dims, padding, forward)
+            found += trace.diagnostics
+            inputs = placeholders(trace.gm.graph)
+            sources = [Source(inputs[i], name, spanned, padding) for name, (i, spanned) in dims.items()]
+            try:
+                prepared = prepare_graph(
+                    trace.gm, trace.infos, trace.leaf_names, reads=True, sources=sources, padding=padding
+                )
+                found += prepared.diagnostics
+            except DeclarationError as error:
+                found.append(_refusal(error, forward))
     if strict:
         found = [replace(d, severity="error") if d.rule.startswith("SG2") else d for d in found]
     return Report(found)
@@ -125,7 +130,7 @@ def _input_dims(
         ndim = named[name].ndim
         if not all(isinstance(dim, int) and -ndim <= dim < ndim and dim % ndim for dim in dims):
             raise InputError(
-                f"input_spans[{name!r}] is {dims}: expected dims of a tensor of {ndim} dims, none of them the row dim 0."
+                f"input_spans[{name!r}] is {dims}: expected dims of a tensor of {ndim} dims, but not dim 0, the rows."
             )
         found[name] = (places[id(named[name])], dims)
     return found
@@ -144,7 +149,7 @@ def _bad_spans(marking: Marking) -> Iterator[Diagnostic]:
         if spans is None or info.span is None:
             continue
         rows = spans.reshape(spans.shape[0], -1, 2).tolist()
-        widths = [value.shape[dim] for dim in info.span.dims] * (info.span.max_spans if len(rows[0:1]) else 1)
+        widths = [value.shape[dim] for dim in info.span.dims] * info.span.max_spans
         bad = [
             (row, describe_bad_span(start, end, width))
             for row, given in enumerate(rows)
@@ -172,66 +177,3 @@ def _not_followed(error: TraceError, forward: str, has_reads: bool) -> Diagnosti
         fix=f"{first}make the model exportable, or check by hand what mixes rows and positions.",
         severity="warning",
     )
-
-
-def _check_graph(
-    trace: Trace, inputs: Mapping[str, tuple[int, tuple[int, ...]]], padding: str, forward: str
-) -> list[Diagnostic]:
-    """What the exported graph says: SG109, SG201-SG203, SG206."""
-    gm = erase_assertions(hoist_marks(trace.gm))
-    marks = find_marks(gm, trace.infos)
-    given = placeholders(gm.graph)
-    sources = [Source(given[i], name, dims, padding) for name, (i, dims) in inputs.items()]
-    sources += [Source(m.value, m.info.name, m.info.span.dims, padding) for m in marks if m.info.span is not None]
-    leaks = [_leak(leak) for leak in find_leaks(gm.graph, sources)[0]]
-    found = [*trace.diagnostics, *_kept_spans(gm.graph, marks)]
-    try:
-        found += prepare_graph(gm, trace.infos, trace.leaf_names, reads=True).diagnostics
-    except DeclarationError as error:
-        found.append(_refusal(error, forward))
-    whole = {(d.rule, d.where) for d in found}
-    return found + [leak for leak in leaks if leak.rule != "SG203" or (leak.rule, leak.where) not in whole]
-
-
-def _leak(leak: Leak) -> Diagnostic:
-    op = getattr(leak.node.target, "__name__", str(leak.node.target)).partition(".")[0]
-    what = "rows" if leak.axis == ROWS else f"positions of {leak.axis}"
-    if leak.rule == "SG203":
-        message = f"what {op} does to {what} is not known ({leak.reason}); what follows from there is not checked."
-        return Diagnostic(leak.rule, message, where(leak.node), fix=_FIX_UNKNOWN, severity="warning")
-    if leak.rule == "SG202":
-        message = f"{op} mixes rows: {leak.reason}. Padding rows, and padding of shorter rows, reach all of them."
-        return Diagnostic(leak.rule, message, where(leak.node), fix=_FIX_ROWS, severity="warning")
-    ends = [(leak.before, "start"), (leak.after, "end")]
-    reach = " and ".join(f"up to {int(count)} at its {end}" for count, end in ends if 0 < count < inf)
-    reach = "every valid position" if inf in (leak.before, leak.after) else f"valid positions of a span, {reach}"
-    message = f"{op} mixes {what}: {leak.reason}. Padding reaches {reach}."
-    return Diagnostic(leak.rule, message, where(leak.node), fix=_FIX_POSITIONS, severity="warning")
-
-
-_FIX_POSITIONS = (
-    "empty the padding just before it (torch.where(mask, x, 0)), declare spans that leave these positions out, or accept"
-    " that they depend on the padding: a delivered row is what the padded output holds."
-)
-_FIX_ROWS = "keep rows apart, or mask padding rows and padding just before it."
-_FIX_UNKNOWN = "declare spans for what comes out of it, or check by hand."
-
-
-def _kept_spans(graph: fx.Graph, marks: Sequence[Mark]) -> Iterator[Diagnostic]:
-    """SG206: spans in a buffer of which a step may write a part only."""
-    roots = storage_roots(graph)
-    for mark in marks:
-        root = roots[mark.staged]
-        if mark.spans is None or root.op != "get_attr":
-            continue
-        targets = [target for node in graph.nodes for target in written(node) if roots[target] is root]
-        if not any(val(target).shape == val(root).shape for target in targets):
-            yield Diagnostic(
-                "SG206",
-                f"the spans of {mark.info.name!r} lie in {root.target!s}, which outlives the step and is not wholly"
-                " written by it: rows that a step does not write keep an earlier step's spans.",
-                mark.info.where,
-                mark.info.fqn,
-                "build the spans anew in each step, or write all of the buffer (copy_, zero_).",
-                "warning",
-            )
