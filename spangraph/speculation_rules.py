@@ -84,7 +84,7 @@ def _conflict(pipeline: Pipeline, walk: str, edge: Edge) -> Diagnostic:
     rule = "SG303" if own else "SG302" if edge.loop_back else "SG301"
     taker = repr(target.name)
     if edge.loop_back:
-        taker = "its own next iteration" if own else f"the next iteration of {taker}"
+        taker = f"the next iteration of {taker} itself" if own else f"the next iteration of {taker}"
     ends = repr(source.name) if own else f"{source.name!r} or {target.name!r}"
     elsewhere = "" if own else f", put {target.name!r} on another worker than {source.worker!r}"
     return Diagnostic(

@@ -261,7 +261,6 @@ def test_an_output_that_cannot_be_written(engine: Any) -> None:
     assert "FileNotFoundError" in done.stderr
 
 
-@pytest.mark.skipif(not hasattr(Pipeline, "from_toml"), reason="nothing reads a file yet")
 def test_a_file_that_does_not_exist_or_parse(engine: Any) -> None:
     Path("broken.toml").write_text("[[nodes]\n")
     for file in ("gone.toml", "broken.toml"):

@@ -1,0 +1,87 @@
+"""A pipeline from a traced model: declaring submodules are nodes, data flow between them is edges."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from spangraph.declare import Declaration, find_declarations
+from spangraph.errors import PipelineError
+from spangraph.passes.marks import find_marks, hoist_marks
+from spangraph.passes.nodes import storage_roots, where
+from spangraph.pipeline import Edge, Node
+from spangraph.structure import normalise_call, split_call
+from spangraph.tracer import trace_model
+
+_UNNAMED = "output"  # what a submodule gives beside its spanned outputs
+_Origin = tuple[str, str]  # node, output
+
+
+def derive_pipeline(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], walk: str
+) -> tuple[list[Node], list[Edge]]:
+    """Nodes and edges of one walk; see `Pipeline.from_module`.
+
+    A submodule declared inside another is a node of its own. What lies outside of all of them passes data on.
+
+    Raises:
+        TraceError: if the model does not export.
+        PipelineError: if nothing in it declares spanned outputs.
+    """
+    declarations = {d.fqn: d for d in find_declarations(model, walk) if d.names}
+    if not declarations:
+        raise PipelineError(f"no submodule of {type(model).__name__} declares spanned outputs on walk {walk!r}.")
+    args, kwargs = normalise_call(inspect.signature(model.forward), tuple(args), dict(kwargs))
+    call, tensors = split_call(args, kwargs)
+    trace = trace_model(model, walk, call, tensors, tracer="export", verify="off")
+    gm = hoist_marks(trace.gm)
+    marked: dict[fx.Node, list[_Origin]] = {}
+    for mark in find_marks(gm, trace.infos):
+        if mark.spans is not None:
+            marked.setdefault(mark.value, []).append((mark.info.fqn, mark.info.name))
+    origins: dict[fx.Node, dict[_Origin, None]] = {}
+    edges: dict[tuple[_Origin, str], str] = {}
+    roots = storage_roots(gm.graph)
+    for node in gm.graph.nodes:
+        # An input stays the caller's: a cast that changes nothing is traced as one tensor wherever it is done.
+        if node.op != "call_function" or roots[node].op in ("placeholder", "get_attr"):
+            continue
+        owner = _owner(node, declarations)
+        sources = {origin: None for source in node.all_input_nodes for origin in origins.get(source, ())}
+        if owner is None:
+            origins[node] = sources
+        else:
+            for origin in sources:
+                if origin[0] != owner:
+                    edges.setdefault((origin, owner), where(node))
+            origins[node] = {(owner, _UNNAMED): None}
+        if node in marked:
+            origins[node] = dict.fromkeys(marked[node])
+    names = {fqn: fqn or type(model).__name__ for fqn in declarations}
+    unnamed = {fqn for (fqn, output), _ in edges if output == _UNNAMED}
+    nodes = [
+        Node(
+            names[fqn],
+            spanned=tuple(declaration.spans),
+            outputs=(_UNNAMED,) if fqn in unnamed else (),
+            where=declaration.where,
+        )
+        for fqn, declaration in declarations.items()
+    ]
+    return nodes, [
+        Edge(f"{names[fqn]}.{output}", names[taker], where=at) for ((fqn, output), taker), at in edges.items()
+    ]
+
+
+def _owner(node: fx.Node, declarations: Mapping[str, Declaration]) -> str | None:
+    """Name of the innermost declaring submodule that a node belongs to.
+
+    A method other than forward has no entry in the stack, but the submodules that it calls have.
+    """
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    innermost = stack[-1][0].removeprefix("model").removeprefix(".") if stack else ""
+    owners = [fqn for fqn in declarations if not fqn or innermost == fqn or innermost.startswith(f"{fqn}.")]
+    return max(owners, key=len, default=None)

@@ -1,0 +1,346 @@
+"""Pipelines: what is not whole is refused with its key path; TOML files; pipelines derived from traced models."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spangraph
+from spangraph import Edge, Node, Pipeline, PipelineError, SpannedOutput, from_lengths
+
+TALKER = Node("talker", spanned=("codes",), outputs=("hidden",))
+CODEC = Node("codec", spanned={"decode": ("audio",)})
+
+GOOD = """\
+walks = ["prefill", "decode"]
+speculation_depth = 1
+ring_depth = 2
+
+[nodes.talker]
+worker = "gpu0"
+spanned = { decode = ["codes"] }
+outputs = ["hidden"]
+
+[nodes."codec.v2"]
+worker = "gpu0"
+enable_async_scheduling = true
+spanned = ["audio"]
+
+[[edges]]
+source = "talker.codes"
+target = "codec.v2"
+walks = ["decode"]
+
+[[edges]]
+source = "codec.v2.audio"
+target = "talker"
+loop_back = true
+streaming = false
+takes_spans = true
+"""
+
+
+def here() -> int:
+    return sys._getframe(1).f_lineno
+
+
+# ---- what is not whole -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "key", "says"),
+    [
+        (lambda: Pipeline([TALKER, TALKER]), "nodes.talker", "2 nodes have this name"),
+        (lambda: Pipeline([TALKER, CODEC], [Edge("speaker.codes", "codec")], ("decode",)), "edges[0].source", "names no node"),
+        (lambda: Pipeline([TALKER, CODEC], [Edge("talker", "codec")], ("decode",)), "edges[0].source", "names no node"),
+        (lambda: Pipeline([TALKER, CODEC], [Edge("talker.code", "codec")], ("decode",)), "edges[0].source", "has no output 'code'; it has ['codes', 'hidden']"),
+        (lambda: Pipeline([TALKER, CODEC], [Edge("talker.codes", "codek")], ("decode",)), "edges[0].target", "names no node"),
+        (lambda: Pipeline([TALKER, CODEC], [Edge("talker.codes", "codec", walks=("deocde",))], ("decode",)), "edges[0].walks", "unknown walks ['deocde']"),
+        (lambda: Pipeline([TALKER, CODEC], [Edge("talker.codes", "codec")]), "nodes.codec.spanned", "unknown walks ['decode']"),
+        (lambda: Pipeline([TALKER, CODEC], [Edge("talker.codes", "codec")] * 2, ("decode",)), "edges[1]", "a second edge"),
+        (lambda: Pipeline([TALKER, CODEC], [Edge("talker.codes", "talker", loop_back=True)], ("decode",)), "nodes.codec", "unreachable; no edge"),
+        (lambda: Pipeline([TALKER], [Edge("talker.codes", "talker")]), "nodes.talker", "waits for itself"),
+        (lambda: Pipeline([TALKER], speculation_depth=-1), "speculation_depth", "at least 0"),
+        (lambda: Pipeline([TALKER], ring_depth=0), "ring_depth", "at least 1"),
+        (lambda: Pipeline([TALKER], walks=()), "walks", "at least one"),
+        (lambda: Pipeline([TALKER], walks=("a", "a")), "walks", "different names"),
+        (lambda: Pipeline([Node("m", module=nn.Linear(1, 1), spanned=("x",))]), "nodes.m.spanned", "leave one of the two out"),
+    ],
+)  # fmt: skip
+def test_what_is_not_whole_is_named_with_its_key_path(build: Any, key: str, says: str) -> None:
+    with pytest.raises(PipelineError, match=re.escape(says)) as caught:
+        build()
+    assert re.search(rf"^  {re.escape(key)}: ", str(caught.value), re.MULTILINE), caught.value
+
+
+def test_every_problem_is_named_at_once() -> None:
+    with pytest.raises(PipelineError) as caught:
+        Pipeline([TALKER, TALKER], [Edge("a.b", "c"), Edge("talker.nothing", "talker", loop_back=True)])
+    assert str(caught.value).count("\n") == 4
+
+
+def test_a_cycle_waits_for_itself_with_all_that_follows() -> None:
+    nodes = [Node(name, outputs=("x",)) for name in "abcd"]
+    with pytest.raises(PipelineError) as caught:
+        Pipeline(nodes, [Edge("a.x", "b"), Edge("b.x", "c"), Edge("c.x", "b"), Edge("c.x", "d")])
+    assert re.findall(r"nodes\.(\w): unreachable", str(caught.value)) == ["b", "c", "d"]
+    Pipeline(nodes, [Edge("a.x", "b"), Edge("b.x", "c"), Edge("c.x", "b", loop_back=True), Edge("c.x", "d")])
+
+
+def test_walks_have_edges_of_their_own() -> None:
+    pipeline = Pipeline(
+        [TALKER, CODEC],
+        [Edge("talker.codes", "codec", walks=("decode",)), Edge("talker.hidden", "codec", walks=("prefill",))],
+        ("prefill", "decode"),
+    )
+    assert [found.message[-17:] for found in pipeline.verify().errors] == ["(walk 'decode')."]
+    assert not pipeline.verify("prefill").diagnostics
+    with pytest.raises(PipelineError, match=r"walk 'encode' is not one of \['prefill', 'decode'\]"):
+        pipeline.verify("encode")
+
+
+def test_a_conflict_names_both_nodes_the_edge_the_walk_and_the_lines() -> None:
+    talker, first = Node("talker", spanned=("codes",)), here()
+    codec, second = Node("codec", worker="0"), here()
+    edge, third = Edge("talker.codes", "codec"), here()
+    (found,) = Pipeline([talker, codec], [edge]).verify().errors
+    assert found.rule == "SG301"
+    assert found.node == "talker.codes -> codec"
+    assert found.where == f"{__file__}:{third}"
+    assert found.related == (("node 'talker'", f"{__file__}:{first}"), ("node 'codec'", f"{__file__}:{second}"))
+    for way_out in ("async scheduling off for 'talker' or 'codec'", "another worker", "takes_spans", "walk 'forward'"):
+        assert way_out in found.message + found.fix
+
+
+def test_all_conflicts_are_reported() -> None:
+    nodes = [Node("a", spanned=("x", "y")), Node("b", spanned=("z",)), Node("c")]
+    edges = [
+        Edge("a.x", "b"),
+        Edge("a.y", "b"),
+        Edge("a.y", "c"),
+        Edge("b.z", "a", loop_back=True),
+        Edge("a.x", "a", loop_back=True),
+    ]
+    report = Pipeline(nodes, edges, ring_depth=1).verify()
+    assert [(found.rule, found.node) for found in report.errors if found.rule != "SG304"] == [
+        ("SG301", "a.x -> b"),
+        ("SG301", "a.y -> b"),
+        ("SG301", "a.y -> c"),
+        ("SG302", "b.z -> a"),
+        ("SG303", "a.x -> a"),
+    ]
+    assert [found.node for found in report.errors if found.rule == "SG304"] == ["worker 0"]
+
+
+def test_ranks_of_a_group_must_declare_the_same() -> None:
+    ranks = [
+        Node(f"rank{i}", spanned=("audio",) if i < 2 else ("audio", "f0"), group="tp", lockstep=True) for i in range(3)
+    ]
+    (found,) = Pipeline(ranks).verify().errors
+    assert (found.rule, found.node) == ("SG501", "rank2")
+    assert "['audio', 'f0']" in found.message
+    assert not Pipeline(ranks[:2]).verify().diagnostics
+
+
+class Talker(nn.Module):
+    """Spans along time, and a second output without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def spanned_outputs(self, walk: str) -> tuple[str, ...]:
+        return ("codes",) if walk != "prefill" else ()
+
+    def forward(self, x: Tensor, lengths: Tensor) -> SpannedOutput:
+        hidden = self.linear(x)
+        if not hidden.requires_grad and self.training:
+            raise AssertionError
+        return SpannedOutput({"codes": hidden.relu(), "hidden": hidden}, {"codes": from_lengths(lengths)})
+
+
+class Codec(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def spanned_outputs(self, walk: str) -> tuple[str, ...]:
+        return ("audio",)
+
+    def decode(self, codes: Tensor, lengths: Tensor) -> SpannedOutput:
+        return SpannedOutput({"audio": self.linear(codes)}, {"audio": from_lengths(lengths)})
+
+    forward = decode
+
+
+class Chain(nn.Module):
+    """talker.codes -> codec, through glue; codec.audio and talker's hidden -> post."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.talker, self.codec, self.post = Talker(), Codec(), Codec()
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[SpannedOutput, SpannedOutput]:
+        spoken = self.talker(x, lengths)
+        audio = self.codec((spoken.outputs["codes"] * 2).clamp(max=3), lengths)
+        return audio, self.post(audio.outputs["audio"] + spoken.outputs["hidden"], lengths)
+
+
+INPUTS = (torch.randn(3, 8, 8), torch.tensor([3, 4, 5]))
+
+
+def test_a_module_says_what_is_spanned_on_which_walk() -> None:
+    nodes = [Node("talker", module=Talker()), Node("codec")]
+    pipeline = Pipeline(nodes, [Edge("talker.codes", "codec", walks=("decode",))], ("prefill", "decode"))
+    (found,) = pipeline.verify().errors
+    assert "walk 'decode'" in found.message
+    assert ("'codes' is declared", f"{__file__}:{Talker.forward.__code__.co_firstlineno}") in found.related
+
+
+# ---- derived from a model --------------------------------------------------------------------------------------------
+
+
+def test_a_pipeline_is_derived_from_data_flow() -> None:
+    pipeline = Pipeline.from_module(Chain().eval(), INPUTS)
+    assert [(node.name, node.spanned) for node in pipeline.nodes] == [
+        ("talker", ("codes",)),
+        ("codec", ("audio",)),
+        ("post", ("audio",)),
+    ]
+    assert [str(edge) for edge in pipeline.edges] == [
+        "talker.codes -> codec",
+        "codec.audio -> post",
+        "talker.output -> post",
+    ]
+    assert all(edge.where.startswith(__file__) for edge in pipeline.edges)
+    assert [found.node for found in pipeline.verify().errors] == ["talker.codes -> codec", "codec.audio -> post"]
+    apart = Pipeline.from_module(Chain().eval(), INPUTS, workers={"codec": "gpu1"})
+    assert not apart.verify().diagnostics
+
+
+def test_what_cannot_be_derived() -> None:
+    with pytest.raises(PipelineError, match=r"workers names \['vocoder'\]"):
+        Pipeline.from_module(Chain().eval(), INPUTS, workers={"vocoder": "1"})
+    with pytest.raises(PipelineError, match="no submodule of Linear declares"):
+        Pipeline.from_module(nn.Linear(8, 8), INPUTS[:1])
+
+
+def test_a_root_that_declares_is_one_node() -> None:
+    pipeline = Pipeline.from_module(Talker().eval(), INPUTS)
+    assert [(node.name, node.outputs) for node in pipeline.nodes] == [("Talker", ())]
+    assert not pipeline.edges
+
+
+def test_a_declared_method_is_found_by_its_submodules() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.talker, self.vae = Talker(), nn.Module()
+            self.vae.decoder = nn.Linear(8, 8)
+            self.vae.decode = lambda z: self.vae.decoder(z)
+            spangraph.declare(self.vae, method="decode", output=lambda out, *args: from_lengths(torch.full((3,), 8)))
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            return self.vae.decode(self.talker(x, lengths).outputs["codes"])
+
+    pipeline = Pipeline.from_module(Holder().eval(), INPUTS)
+    assert [str(edge) for edge in pipeline.edges] == ["talker.codes -> vae"]
+
+
+# ---- TOML ------------------------------------------------------------------------------------------------------------
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "pipeline.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_file_holds_a_pipeline_and_its_lines(tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD)
+    pipeline = Pipeline.from_toml(path)
+    assert pipeline == Pipeline(
+        [
+            Node("talker", worker="gpu0", spanned={"decode": ["codes"]}, outputs=["hidden"]),
+            Node("codec.v2", worker="gpu0", spanned=["audio"]),
+        ],
+        [
+            Edge("talker.codes", "codec.v2", walks=["decode"]),
+            Edge("codec.v2.audio", "talker", loop_back=True, takes_spans=True),
+        ],
+        ["prefill", "decode"],
+        1,
+        2,
+    )
+    lines = GOOD.splitlines()
+    for part, header in ((pipeline.nodes[1], '[nodes."codec.v2"]'), (pipeline.nodes[0], "[nodes.talker]")):
+        assert part.where == f"{path}:{lines.index(header) + 1}"
+    assert pipeline.edges[1].where == f"{path}:{len(lines) - lines[::-1].index('[[edges]]')}"
+    (found,) = pipeline.verify().errors
+    assert (found.rule, found.where) == ("SG301", f"{path}:{lines.index('[[edges]]') + 1}")
+
+
+def test_a_comment_in_the_file_allows_a_conflict(tmp_path: Path) -> None:
+    allowed = GOOD.replace("[[edges]]", "[[edges]]  # spangraph: allow SG301 codec masks padding itself", 1)
+    report = Pipeline.from_toml(written(tmp_path, allowed)).verify()
+    assert not report.errors
+    assert [found.allowed for found in report.allowed] == ["codec masks padding itself"]
+
+
+def test_tables_may_be_written_inline(tmp_path: Path) -> None:
+    text = 'nodes = { a = { spanned = ["x"] }, b = {} }\nedges = [{ source = "a.x", target = "b" }]\n'
+    path = written(tmp_path, text)
+    (found,) = Pipeline.from_toml(path).verify().errors
+    assert found.where.startswith(f"{path}:")
+
+
+def test_a_module_is_loaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_engine.py").write_text(
+        "from torch import nn\nclass M(nn.Module):\n    def spanned_outputs(self, walk):\n        return ('x',)\n"
+        "def broken():\n    raise OSError('no weights')\nnot_one = 3\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = written(tmp_path, '[nodes.a]\nmodule = "some_engine:M"\n')
+    assert Pipeline.from_toml(path).nodes[0].spanned_outputs("forward") == ("x",)
+    for name, says in (("broken", "no weights"), ("missing", "has no attribute"), ("not_one", "not callable")):
+        path = written(tmp_path, f'[nodes.a]\nmodule = "some_engine:{name}"\n')
+        with pytest.raises(PipelineError, match=rf"nodes\.a\.module: 'some_engine:{name}' cannot be loaded.*{says}"):
+            Pipeline.from_toml(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("nodes = [", "pipeline.toml: "),
+        ("nodez = {}", "nodez is not known; expected one of ['edges', 'nodes', 'ring_depth'"),
+        ("nodes = 3", "nodes is 3; expected a table"),
+        ("edges = {}", "edges is {}; expected a list"),
+        ("nodes.a = 3", "nodes.a is 3; expected a table"),
+        ("nodes.a.wroker = '0'", "nodes.a.wroker is not known"),
+        ("nodes.a.worker = 0", "nodes.a.worker is 0; expected a string"),
+        ("nodes.a.lockstep = 1", "nodes.a.lockstep is 1; expected true or false"),
+        ("nodes.a.where = 'x:1'", "nodes.a.where is not known"),
+        ("nodes.a.spanned = 'x'", "nodes.a.spanned is 'x'; expected a list of names, or a table"),
+        ("nodes.a.spanned.forward = 'x'", "nodes.a.spanned is {'forward': 'x'}; expected a list of names, or a table"),
+        ("nodes.a.spanned = [1]", "nodes.a.spanned is [1]; expected a list of names, or a table"),
+        ("nodes.a.outputs = 'x'", "nodes.a.outputs is 'x'; expected a list of strings"),
+        ("walks = [1]", "walks is [1]; expected a list of strings"),
+        ("speculation_depth = true", "speculation_depth is True; expected a whole number"),
+        ("ring_depth = 1.5", "ring_depth is 1.5; expected a whole number"),
+        ("edges = [{ target = 'a' }]\nnodes.a = {}", "edges[0].source is missing"),
+        ("edges = [1]\nnodes.a = {}", "edges[0] is 1; expected a table"),
+        ("edges = [{ from = 'a.x', to = 'a' }]\nnodes.a = {}", "edges[0].from is not known"),
+        ("edges = [{ source = 'a.x', target = 'b' }]\nnodes.a = {}", "edges[0].target: 'b' names no node"),
+    ],
+)
+def test_what_a_file_gets_wrong_is_named_with_its_key_path(tmp_path: Path, text: str, says: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(PipelineError, match=re.escape(says)) as caught:
+        Pipeline.from_toml(path)
+    assert str(path) in str(caught.value)
