@@ -122,7 +122,7 @@ def _pairs(target: Any, value: Any) -> Iterator[tuple[str, Any]]:
         yield target.id, value
     elif isinstance(target, ast.Tuple):
         call = value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
-        parts = value.elts if isinstance(value, ast.Tuple) else value.args if call == "zip" else []
+        parts = getattr(value, "elts", value.args if call == "zip" else [])
         parts = [ast.Constant(0), *value.args] if call == "enumerate" else parts
         for k, part in enumerate(target.elts):
             column = ast.Subscript(value, ast.Tuple([ast.Constant(...), ast.Constant(k)], ast.Load()), ast.Load())
