@@ -81,7 +81,8 @@ def overwritten_error(value: str, writer: fx.Node) -> DeclarationError:
     """SG109, for a spanned value that `writer` overwrites after its mark."""
     return DeclarationError(
         f"SG109 {value} is overwritten after its submodule returned it, by {writer.target} at"
-        f" {where(writer) or 'an unknown line'}: its rows would hold the later values. Return a clone()."
+        f" {where(writer) or 'an unknown line'}: its rows would hold the later values. Return a clone().",
+        where(writer),
     )
 
 

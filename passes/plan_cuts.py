@@ -88,6 +88,7 @@ def plan_cuts(
                     where(node),
                     str(node),
                     "declare the output itself.",
+                    "warning",
                 )
             )
             continue
@@ -119,4 +120,5 @@ def _delivered_whole(mark: Mark, name: str, unknown: Unknown) -> Diagnostic:
         where(unknown.node),
         str(unknown.node),
         "declare the output itself, with spans of its own.",
+        "warning",
     )

@@ -33,6 +33,7 @@ from spangraph.pipeline import Edge, Node, Pipeline
 from spangraph.report import Report
 from spangraph.stager import SpanStager, Tail
 from spangraph.step import Rows, Step
+from spangraph.verify import verify
 
 __version__ = "0.1.0"
 
@@ -74,5 +75,6 @@ __all__ = [
     "declare",
     "from_lengths",
     "from_mask",
+    "verify",
     "withhold",
 ]

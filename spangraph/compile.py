@@ -11,7 +11,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from spangraph.backends import Backend, Event, Graph, debug_enabled, preserve_generators, resolve_backend
 from spangraph.diagnostics import Diagnostic
@@ -21,7 +20,7 @@ from spangraph.passes.marks import public_names
 from spangraph.passes.nodes import val
 from spangraph.stager import StagerCore, Tail, make_cut
 from spangraph.step import Cut, Step, profiled
-from spangraph.structure import CallSpec, Constant, is_constant, normalise_call
+from spangraph.structure import CallSpec, Constant, normalise_call, split_call
 from spangraph.trace import Trace
 from spangraph.tracer import locate_reads, refuse_nested, retrace_uncaptured, trace_model
 from spangraph.watch import Watch
@@ -237,28 +236,18 @@ class Compiled:
             if (known := self._by_tensors.get(fast)) is not None:
                 return known, args
         args, kwargs = normalise_call(self._signature_of, args, kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        tensors: list[Tensor] = []
-        template: list[Any] = []
-        key: list[Any] = [spec]
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                template.append(len(tensors))
-                tensors.append(leaf)
-                key.append((leaf.shape, leaf.dtype, leaf.device, leaf.layout))
-            elif is_constant(leaf):
-                template.append(Constant(leaf))
-                key.append((type(leaf), repr(leaf)))
+        call, tensors = split_call(args, kwargs)
+        key: list[Any] = [call.spec]
+        for leaf in call.leaves:
+            if isinstance(leaf, Constant):
+                key.append((type(leaf.value), repr(leaf.value)))
             else:
-                raise InputError(
-                    f"an input of type {type(leaf).__name__} can be neither copied in nor baked into a graph: pass"
-                    " tensors, numbers, strings or None, or register the class as a pytree"
-                    " (torch.export.register_dataclass)."
-                )
+                tensor = tensors[leaf]
+                key.append((tensor.shape, tensor.dtype, tensor.device, tensor.layout))
         signature = self._by_key.get(tuple(key))
         if signature is None:
             self._check_devices(tensors)
-            signature = self._build(CallSpec(spec, tuple(template)), tensors)
+            signature = self._build(call, tensors)
             self._by_key[tuple(key)] = signature
         if fast is not None and len(tensors) == len(args):
             self._by_tensors[fast] = signature
@@ -492,6 +481,7 @@ def _say_what_is_whole(trace: Trace, prepared: Prepared) -> None:
                 f"outputs {whole} are not all the elements of a spanned value; they are delivered whole, as an opaque"
                 " trace cannot tell how they derive from one.",
                 fix="declare them, with spans of their own.",
+                severity="warning",
             )
         )
 

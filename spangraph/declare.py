@@ -412,12 +412,12 @@ def find_declarations(model: nn.Module, walk: str) -> list[Declaration]:
     for fqn, module in model.named_modules():
         if callable(own := getattr(type(module), "spanned_outputs", None)):
             names = own(module, walk)
-            found.append(Declaration(module, fqn, "forward", _named_spans(fqn, names), _source(module, "forward")))
+            found.append(Declaration(module, fqn, "forward", _named_spans(fqn, names), source_of(module, "forward")))
         for adapter in module.__dict__.get(_ADAPTERS, ()):
             active = adapter.walks is None or walk in adapter.walks
             spans = adapter.spans if active else {}
             if active:
-                where = _source(module, adapter.method)
+                where = source_of(module, adapter.method)
                 found.append(Declaration(module, fqn, adapter.method, spans, where, adapter))
     return found
 
@@ -441,7 +441,7 @@ def _named_spans(fqn: str, names: Any) -> dict[str, Span]:
     return spans
 
 
-def _source(module: nn.Module, method: str) -> str:
+def source_of(module: nn.Module, method: str) -> str:
     try:
         function = inspect.unwrap(getattr(type(module), method))
         return f"{inspect.getsourcefile(function)}:{function.__code__.co_firstlineno}"

@@ -18,7 +18,15 @@ class SpangraphError(Exception):
 
 
 class DeclarationError(SpangraphError, ValueError):
-    """A declaration and what the forward returned do not fit (rules SG101-SG109)."""
+    """A declaration and what the forward returned do not fit (rules SG101-SG109, which the message begins with).
+
+    Attributes:
+        where: `"file:line"` of the declaring method, or of what overwrites its value.
+    """
+
+    def __init__(self, message: str, where: str = "") -> None:
+        super().__init__(message)
+        self.where = where
 
 
 class MergeError(SpangraphError, ValueError):

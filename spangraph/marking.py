@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,15 +20,23 @@ class Marking:
     """Hooks on the declaring submodules, for the time of one forward.
 
     Each firing checks what the module returned, and records its values, spans and row values under the key
-    `fqn` (`fqn[k]` for the k-th further call). With `emit` it also puts mark ops into the graph being traced.
+    `fqn` (`fqn[k]` for the k-th further call). With `emit` it also puts mark ops into the graph being traced. What does
+    not fit is given to `refuse`, which raises it unless told otherwise.
     """
 
-    def __init__(self, declarations: Sequence[Declaration], *, emit: bool) -> None:
+    def __init__(
+        self,
+        declarations: Sequence[Declaration],
+        *,
+        emit: bool,
+        refuse: Callable[[DeclarationError], None] | None = None,
+    ) -> None:
         self.infos: dict[tuple[str, str], MarkInfo] = {}
         self.values: dict[tuple[str, str], tuple[Tensor, Tensor | None]] = {}
         self._declarations = declarations
         self._emit = emit
         self._seen: list[Tensor] = []  # spans as the modules returned them
+        self._refuse = refuse or _raise
         self._versions: list[tuple[MarkInfo, Tensor, int]] = []
         self._calls: Counter[int] = Counter()
         self._fired: set[int] = set()
@@ -48,18 +56,24 @@ class Marking:
             yield self
         for info, value, version in self._versions:
             if value._version != version:
-                raise DeclarationError(
+                error = DeclarationError(
                     f"SG109 {info.name!r} of {info.fqn or 'the root module'} ({info.where}) is overwritten after its"
                     " submodule returned it: its rows would hold the later values. Return a clone()."
                 )
+                self._refuse_at(info.where, error)
         for i, declaration in enumerate(self._declarations):
             if declaration.names and i not in self._fired:
-                raise DeclarationError(
+                error = DeclarationError(
                     f"SG107 {declaration} declares {sorted(declaration.names)} but was not called"
                     f" ({declaration.where}). Hooks fire when a module is called as module(...): for another method say"
                     " spangraph.declare(module, ..., method='decode'); for a walk that does not use it, declare"
                     " nothing."
                 )
+                self._refuse_at(declaration.where, error)
+
+    def _refuse_at(self, where: str, error: DeclarationError) -> None:
+        error.where = error.where or where
+        self._refuse(error)
 
     def _install(self, index: int, declaration: Declaration) -> Any:
         if declaration.method == "forward":
@@ -94,6 +108,14 @@ class Marking:
         if threading.get_ident() != self._thread:
             return  # the model also runs elsewhere: not our forward
         self._fired.add(index)
+        try:
+            self._read(index, declaration, out, args, kwargs)
+        except DeclarationError as error:
+            self._refuse_at(declaration.where, error)
+
+    def _read(
+        self, index: int, declaration: Declaration, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         spanned = declaration.read(out, args, kwargs)
         if not spanned.output_spans and not spanned.row_values:
             self._refuse_hidden(declaration, out)
@@ -146,6 +168,10 @@ class Marking:
     def is_declared(self, spans: Tensor) -> bool:
         """Whether a declaring submodule returned these spans."""
         return any(seen is spans for seen in self._seen)
+
+
+def _raise(error: DeclarationError) -> None:
+    raise error
 
 
 def check_marked(out: Any, marking: Marking) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from spangraph.declare import SpannedOutput
-from spangraph.errors import TraceError
+from spangraph.errors import InputError, TraceError
 
 # Leaves of (args, kwargs) that may be baked into a graph: compared by type and value.
 _CONSTANTS = (
@@ -68,6 +68,29 @@ class CallSpec:
         leaves = [leaf.value if isinstance(leaf, Constant) else tensors[leaf] for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
+
+
+def split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallSpec, list[Tensor]]:
+    """The tensors of a call, and how to rebuild it around them.
+
+    Raises:
+        InputError: for a leaf that is neither a tensor nor a constant.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors: list[Tensor] = []
+    template: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            template.append(len(tensors))
+            tensors.append(leaf)
+        elif is_constant(leaf):
+            template.append(Constant(leaf))
+        else:
+            raise InputError(
+                f"an input of type {type(leaf).__name__} can be neither copied in nor baked into a graph: pass tensors,"
+                " numbers, strings or None, or register the class as a pytree (torch.export.register_dataclass)."
+            )
+    return CallSpec(spec, tuple(template)), tensors
 
 
 def flatten_output(out: Any) -> tuple[list[Tensor], list[Any], list[Any], pytree.TreeSpec]:

@@ -129,6 +129,7 @@ def _trace_model(
                     f"{declaration} declares {silent} but returned no spans, so its outputs are delivered whole.",
                     declaration.where,
                     fix="return a SpannedOutput with output_spans, if its rows are to be cut.",
+                    severity="warning",
                 )
             )
     return trace

@@ -1,0 +1,237 @@
+"""`spangraph.verify`: what a model's spans, padding and host reads would do, found before anything is served."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from spangraph.declare import Span, describe_bad_span, find_declarations, source_of
+from spangraph.diagnostics import Diagnostic
+from spangraph.errors import DeclarationError, InputError, TraceError
+from spangraph.hazards import find_capture_hazards
+from spangraph.marking import Marking, check_marked
+from spangraph.passes import prepare_graph
+from spangraph.passes.host_reads import erase_assertions
+from spangraph.passes.leaks import ROWS, Leak, Source, find_leaks
+from spangraph.passes.marks import Mark, find_marks, hoist_marks
+from spangraph.passes.nodes import placeholders, storage_roots, val, where, written
+from spangraph.report import Report
+from spangraph.structure import normalise_call, split_call
+from spangraph.trace import Trace
+from spangraph.tracer import trace_model
+
+
+def verify(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    walk: str = "forward",
+    input_spans: Mapping[str, Span | int | Sequence[int]] | None = None,
+    padding: str = "both",
+    strict: bool = False,
+) -> Report:
+    """Check a model on example inputs: declarations, padding leaks, host reads. Nothing of the model is changed.
+
+    The forward runs eagerly, once (twice if it changes host state), and is exported once.
+
+    Args:
+        model: in eval mode, as it will be served.
+        args, kwargs: example inputs of the shapes that will be served. Values matter only to branches of the forward,
+            and to the spans that it computes, which are checked: give full rows, too.
+        walk: the execution path, given to `spanned_outputs(walk)`.
+        input_spans: for inputs whose padding is to be followed, the spanned dims: name of the forward's parameter (or a
+            path to a tensor in it, `"batch.mel"`, `"batch[0]"`) -> `Span`, dim or dims; `()` follows rows only.
+            Spanned values are always followed from where they are declared.
+        padding: where positions outside spans can lie: `"right"` if every span begins at 0, `"left"` if every span
+            ends at the width, else `"both"`.
+        strict: count what may leak padding (SG2xx) as errors.
+
+    Returns:
+        All findings, each with its rule, place and a way out. `report.raise_for_errors()` raises them.
+
+    Raises:
+        InputError: for inputs or options that cannot be taken.
+        DeclarationError: for a declaration that is not one (names of a wrong type).
+        and whatever the forward raises.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"verify() got {type(model).__name__}: expected an nn.Module.")
+    if not isinstance(args, tuple | list):
+        raise InputError(f"args is a {type(args).__name__}: expected a tuple of the model's inputs, such as (x,).")
+    if padding not in ("both", "left", "right"):
+        raise InputError(f"padding={padding!r}: expected 'both', 'left' or 'right'.")
+    signature = inspect.signature(model.forward)
+    args, kwargs = normalise_call(signature, tuple(args), dict(kwargs or {}))
+    call, tensors = split_call(args, kwargs)
+    dims = _input_dims(signature, args, kwargs, tensors, input_spans or {})
+    declarations = find_declarations(model, walk)
+    forward = source_of(model, "forward")
+    refused: list[DeclarationError] = []
+    marking = Marking(declarations, emit=False)
+
+    def run(*tensors: Tensor) -> Any:
+        nonlocal marking
+        refused.clear()
+        marking = Marking(declarations, emit=False, refuse=refused.append)
+        args, kwargs = call.build(tensors)
+        with marking.hooked():
+            out = model(*args, **kwargs)
+        try:
+            check_marked(out, marking)
+        except DeclarationError as error:
+            refused.append(error)
+        return out
+
+    found = find_capture_hazards(model, run, tensors)
+    found += [_refusal(error, forward) for error in refused]
+    found += _bad_spans(marking)
+    if not refused:
+        try:
+            trace = trace_model(model, walk, call, tensors, tracer="export", verify="off")
+        except TraceError as error:
+            if declarations or dims:
+                found.append(_not_followed(error, forward, any(d.rule == "SG401" for d in found)))
+        else:
+            found += _check_graph(trace, dims, padding, forward)
+    if strict:
+        found = [replace(d, severity="error") if d.rule.startswith("SG2") else d for d in found]
+    return Report(found)
+
+
+def _input_dims(
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: Sequence[Tensor],
+    input_spans: Mapping[str, Span | int | Sequence[int]],
+) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """For each named input its place among the tensors, and its spanned dims."""
+    paths, _ = pytree.tree_flatten_with_path(dict(signature.bind(*args, **kwargs).arguments))
+    names = [f"{path[0].key}{pytree.keystr(path[1:])}".replace("['", ".").replace("']", "") for path, _ in paths]
+    named = {name: leaf for name, (_, leaf) in zip(names, paths, strict=True) if isinstance(leaf, Tensor)}
+    places = {id(tensor): i for i, tensor in enumerate(tensors)}
+    found = {}
+    for name, given in input_spans.items():
+        if name not in named:
+            raise InputError(f"input_spans names {name!r}: the forward was given the tensors {sorted(named)}.")
+        dims = given.dims if isinstance(given, Span) else (given,) if isinstance(given, int) else tuple(given)
+        ndim = named[name].ndim
+        if not all(isinstance(dim, int) and -ndim <= dim < ndim and dim % ndim for dim in dims):
+            raise InputError(
+                f"input_spans[{name!r}] is {dims}: expected dims of a tensor of {ndim} dims, none of them the row dim 0."
+            )
+        found[name] = (places[id(named[name])], dims)
+    return found
+
+
+def _refusal(error: DeclarationError, forward: str) -> Diagnostic:
+    rule, _, message = str(error).partition(" ")
+    if not rule.startswith("SG"):
+        raise error
+    return Diagnostic(rule, message, error.where or forward)
+
+
+def _bad_spans(marking: Marking) -> Iterator[Diagnostic]:
+    """SG205: spans that do not fit what the example run has produced."""
+    for info, (value, spans) in ((marking.infos[key], pair) for key, pair in marking.values.items()):
+        if spans is None or info.span is None:
+            continue
+        rows = spans.reshape(spans.shape[0], -1, 2).tolist()
+        widths = [value.shape[dim] for dim in info.span.dims] * (info.span.max_spans if len(rows[0:1]) else 1)
+        bad = [
+            (row, describe_bad_span(start, end, width))
+            for row, given in enumerate(rows)
+            for (start, end), width in zip(given, widths, strict=True)
+            if not 0 <= start <= end <= width
+        ]
+        if bad:
+            row, problem = bad[0]
+            yield Diagnostic(
+                "SG205",
+                f"on the example inputs the span of {info.name!r} is bad in row {row}: {problem}",
+                info.where,
+                info.fqn,
+                "compute the span from what is produced, not from what was asked for.",
+                count=len(bad),
+            )
+
+
+def _not_followed(error: TraceError, forward: str, has_reads: bool) -> Diagnostic:
+    first = "mend the host reads first; " if has_reads else ""
+    return Diagnostic(
+        "SG204",
+        f"padding could not be followed, because the model does not export: {error}",
+        forward,
+        fix=f"{first}make the model exportable, or check by hand what mixes rows and positions.",
+        severity="warning",
+    )
+
+
+def _check_graph(
+    trace: Trace, inputs: Mapping[str, tuple[int, tuple[int, ...]]], padding: str, forward: str
+) -> list[Diagnostic]:
+    """What the exported graph says: SG109, SG201-SG203, SG206."""
+    gm = erase_assertions(hoist_marks(trace.gm))
+    marks = find_marks(gm, trace.infos)
+    given = placeholders(gm.graph)
+    sources = [Source(given[i], name, dims, padding) for name, (i, dims) in inputs.items()]
+    sources += [Source(m.value, m.info.name, m.info.span.dims, padding) for m in marks if m.info.span is not None]
+    leaks = [_leak(leak) for leak in find_leaks(gm.graph, sources)[0]]
+    found = [*trace.diagnostics, *_kept_spans(gm.graph, marks)]
+    try:
+        found += prepare_graph(gm, trace.infos, trace.leaf_names, reads=True).diagnostics
+    except DeclarationError as error:
+        found.append(_refusal(error, forward))
+    whole = {(d.rule, d.where) for d in found}
+    return found + [leak for leak in leaks if leak.rule != "SG203" or (leak.rule, leak.where) not in whole]
+
+
+def _leak(leak: Leak) -> Diagnostic:
+    op = getattr(leak.node.target, "__name__", str(leak.node.target)).partition(".")[0]
+    what = "rows" if leak.axis == ROWS else f"positions of {leak.axis}"
+    if leak.rule == "SG203":
+        message = f"what {op} does to {what} is not known ({leak.reason}); what follows from there is not checked."
+        return Diagnostic(leak.rule, message, where(leak.node), fix=_FIX_UNKNOWN, severity="warning")
+    if leak.rule == "SG202":
+        message = f"{op} mixes rows: {leak.reason}. Padding rows, and padding of shorter rows, reach all of them."
+        return Diagnostic(leak.rule, message, where(leak.node), fix=_FIX_ROWS, severity="warning")
+    ends = [(leak.before, "start"), (leak.after, "end")]
+    reach = " and ".join(f"up to {int(count)} at its {end}" for count, end in ends if 0 < count < inf)
+    reach = "every valid position" if inf in (leak.before, leak.after) else f"valid positions of a span, {reach}"
+    message = f"{op} mixes {what}: {leak.reason}. Padding reaches {reach}."
+    return Diagnostic(leak.rule, message, where(leak.node), fix=_FIX_POSITIONS, severity="warning")
+
+
+_FIX_POSITIONS = (
+    "empty the padding just before it (torch.where(mask, x, 0)), declare spans that leave these positions out, or accept"
+    " that they depend on the padding: a delivered row is what the padded output holds."
+)
+_FIX_ROWS = "keep rows apart, or mask padding rows and padding just before it."
+_FIX_UNKNOWN = "declare spans for what comes out of it, or check by hand."
+
+
+def _kept_spans(graph: fx.Graph, marks: Sequence[Mark]) -> Iterator[Diagnostic]:
+    """SG206: spans in a buffer of which a step may write a part only."""
+    roots = storage_roots(graph)
+    for mark in marks:
+        root = roots[mark.staged]
+        if mark.spans is None or root.op != "get_attr":
+            continue
+        targets = [target for node in graph.nodes for target in written(node) if roots[target] is root]
+        if not any(val(target).shape == val(root).shape for target in targets):
+            yield Diagnostic(
+                "SG206",
+                f"the spans of {mark.info.name!r} lie in {root.target!s}, which outlives the step and is not wholly"
+                " written by it: rows that a step does not write keep an earlier step's spans.",
+                mark.info.where,
+                mark.info.fqn,
+                "build the spans anew in each step, or write all of the buffer (copy_, zero_).",
+                "warning",
+            )
