@@ -252,6 +252,9 @@ class Cuts(nn.Module):
         end = length * self.hop
         return audio[..., :end]
 
+    def longest(self, audio: Tensor, n: Tensor) -> Any:
+        return audio[:, : n.max().item()]
+
     def masked(self, audio: Tensor, n: Tensor) -> Any:
         return audio[audio > 0]
 
@@ -271,6 +274,7 @@ HINTS = {
     "trimmed": "output_spans={'audio': spangraph.from_lengths(width - n)}",
     "late": "output_spans={'audio': spangraph.from_lengths(width - n[0], start=n[0])}",
     "computed": "output_spans={'audio': spangraph.from_lengths(n * self.hop)}",
+    "longest": "output_spans={'audio': spangraph.from_lengths(n)}",
     "masked": "output_spans={'audio': spangraph.from_mask(audio > 0)}; else use torch.where.",
 }
 
