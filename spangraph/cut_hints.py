@@ -97,6 +97,8 @@ class _Strip(ast.NodeTransformer):
         return self.visit(copy.deepcopy(self._known.pop(node.id))) if node.id in self._known else node
 
     def visit_Call(self, node: ast.Call) -> Any:
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ("max", "amax") and not node.args:
+            return self.visit(node.func.value)  # a cut to the longest row: each has a length of its own
         if not _is_read(node):
             return self.generic_visit(node)
         value: Any = node.func.value if isinstance(node.func, ast.Attribute) else node.args[0]
@@ -122,7 +124,7 @@ def _pairs(target: Any, value: Any) -> Iterator[tuple[str, Any]]:
         yield target.id, value
     elif isinstance(target, ast.Tuple):
         call = value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
-        parts = value.elts if isinstance(value, ast.Tuple) else value.args if call == "zip" else []
+        parts = getattr(value, "elts", value.args if call == "zip" else [])
         parts = [ast.Constant(0), *value.args] if call == "enumerate" else parts
         for k, part in enumerate(target.elts):
             column = ast.Subscript(value, ast.Tuple([ast.Constant(...), ast.Constant(k)], ast.Load()), ast.Load())

@@ -88,8 +88,8 @@ class _Hazards(Watch):
         self._calls = _HazardCalls(self)
         self._inputs = [storage_key(tensor) for tensor in inputs]
         self._host: dict[int, StorageWeakRef] = {}  # a weak reference keeps the key from being used again
-        forward: Any = inspect.unwrap(type(model).forward)
-        self._code = getattr(forward, "__code__", None)
+        forward: Any = getattr(type(model), "forward", None)  # a ScriptModule has none
+        self._code = getattr(inspect.unwrap(forward), "__code__", None)
 
     def is_host(self, tensor: Tensor) -> bool:
         """Whether it is, or would be, in host memory."""
@@ -134,9 +134,7 @@ class _Hazards(Watch):
         name = func._schema.name if isinstance(func, OpOverload) else ""
         for tensor in written_by(func, args, kwargs) if name else ():
             if (key := _key(tensor)) in self._inputs:
-                text = (
-                    f"the forward writes its tensor input {self._inputs.index(key)} in place, and a replay has a copy."
-                )
+                text = f"the forward writes its tensor input {self._inputs.index(key)} in place; a replay has a copy."
                 self.report("SG405", text, "clone the input, or return the result.")
         tensors = tensors_in((args, kwargs))
         is_host = [self.is_host(tensor) for tensor in tensors]
@@ -219,10 +217,12 @@ class _HazardCalls(Calls):
                 return self._hazards.is_host(value)
             if isinstance(value, str | torch.device):
                 # Where all is on the CPU `x.device` is "cpu" too: only a call that spells it out means the host.
-                return torch.device(value).type == "cpu" and (self._hazards.is_real or "cpu" in _source(frame))
-        if name == "cpu" or (func in _device_constructors() and not (args and isinstance(args[0], Tensor))):
-            return True
-        return self._hazards.is_host(args[0]) if func in _device_constructors() and name in _FROM_DATA else None
+                spelt = self._hazards.is_real or ("cpu" in (source := _source(frame)) and "cuda" not in source)
+                return torch.device(value).type == "cpu" and spelt
+        if func not in _device_constructors():
+            return True if name == "cpu" else None
+        is_copy = name in _FROM_DATA and args and isinstance(args[0], Tensor)
+        return self._hazards.is_host(args[0]) if is_copy else True
 
     def _note_call(self, func: Any, name: str, args: Any, kwargs: Any, target: bool | None) -> bool:
         """Note what a call reads or copies; returns whether that is all about it."""

@@ -237,7 +237,9 @@ class Host(nn.Module):
         g = torch.arange(3, device="cpu").tolist(), torch.zeros_like(b).tolist(), torch.as_tensor([1]).numpy()
         h = torch.full((2,), 3).to(torch.float32)[0].item() + torch.ones(1).cpu().item()
         i = torch.as_tensor(x).sum().item() + torch.tensor_split(x, torch.tensor([1]))[0].sum().item()  # READ 2
-        return a, b, c, d, e, f, g, h, i
+        j = torch.arange(n.max()).tolist()  # READ 1
+        j += torch.zeros(2, device="cuda" if x.is_cuda else "cpu").tolist()  # READ 1
+        return a, b, c, d, e, f, g, h, i, j
 
 
 @example

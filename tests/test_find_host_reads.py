@@ -143,6 +143,26 @@ def _scripted() -> Any:
     return torch.jit.CompilationUnit(textwrap.dedent(code)).read
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_a_model_that_is_torchscript_or_torch_s_own_has_no_line_of_its_own() -> None:
+    unit = torch.jit.trace(plain(lambda self, x: x + 1), torch.ones(2))
+    assert not hazards(unit, torch.ones(2))
+    (found,) = hazards(nn.Sequential(read_corpus.Peak()), torch.ones(2))
+    assert (found.where, found.related) == (line_of(read_corpus.Peak, "# READ"), ())
+
+
+def test_what_a_forward_raises_is_raised_and_nothing_is_left_on() -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        x.add_(1)
+        raise KeyError("mine")
+
+    x = torch.ones(2)
+    with pytest.raises(KeyError, match="mine"):
+        hazards(plain(forward), x)
+    assert x.tolist() == [1, 1]
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
 # ---- tensors on a device ---------------------------------------------------------------------------------------------
 
 
@@ -232,6 +252,9 @@ class Cuts(nn.Module):
         end = length * self.hop
         return audio[..., :end]
 
+    def longest(self, audio: Tensor, n: Tensor) -> Any:
+        return audio[:, : n.max().item()]
+
     def masked(self, audio: Tensor, n: Tensor) -> Any:
         return audio[audio > 0]
 
@@ -251,6 +274,7 @@ HINTS = {
     "trimmed": "output_spans={'audio': spangraph.from_lengths(width - n)}",
     "late": "output_spans={'audio': spangraph.from_lengths(width - n[0], start=n[0])}",
     "computed": "output_spans={'audio': spangraph.from_lengths(n * self.hop)}",
+    "longest": "output_spans={'audio': spangraph.from_lengths(n)}",
     "masked": "output_spans={'audio': spangraph.from_mask(audio > 0)}; else use torch.where.",
 }
 
