@@ -32,12 +32,19 @@ class Start(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Actions until nothing is left to do, or until the ring is full."""
+    """Actions, up to a full ring or until every launch is cut."""
 
     actions: tuple[Action, ...]
     backlog: frozenset[Edge]  # streaming edges on which a source's first launch gives more than one token
-    start: Start | None  # what it was made for; None: the plain schedule, which never speculates
+    start: Start | None  # what it was made for; None: it never speculates
     full: bool = False
+
+    @property
+    def plain(self) -> Schedule:
+        """The same launches in the same order, by workers that never speculate."""
+        launches = [a for a in self.actions if a.kind in ("launch", "start")]
+        actions = tuple(a for n in launches for a in (Action("launch", n.node), Action("cut", n.node)))
+        return Schedule(actions, self.backlog, None)
 
 
 class Scheduler:
@@ -62,7 +69,13 @@ class Scheduler:
         touched = {name for e in self.edges for name in (e.node, e.target)}
         self.nodes = [n for n in pipeline.nodes if n.name in touched or not self.edges or n.spanned_outputs(walk)]
         self.spanned = {n.name: n.spanned_outputs(walk) for n in self.nodes}
-        self.outputs = {n.name: [*self.spanned[n.name], *n.outputs] for n in self.nodes}
+        named = [(e.node, e.output) for e in self.edges]  # maybe spanned on another walk only
+        self.outputs = {
+            n.name: list(
+                dict.fromkeys([*self.spanned[n.name], *n.outputs, *(o for name, o in named if name == n.name)])
+            )
+            for n in self.nodes
+        }
         self._index = {n.name: i for i, n in enumerate(self.nodes)}
         self._into = [[e for e in self.edges if e.target == n.name] for n in self.nodes]
         workers = list(dict.fromkeys(n.worker for n in self.nodes))
@@ -129,14 +142,18 @@ class Scheduler:
             uncut[worker] += (action.node,)
         return State(tuple(launched), tuple(uncut))
 
-    def explore(self) -> Iterator[Schedule]:
-        """One schedule for every distinct start, one for a full ring if there is any, and the plain one first.
+    def explore(self, *, whole: bool = True) -> Iterator[Schedule]:
+        """One schedule for every distinct start, one for a full ring if there is any, and a plain one first.
 
         Orders that cannot matter are left out. Inputs from outside are there from the beginning: no start needs one to
         be missing, and a worker may be as slow as it likes to take one. What other workers do between a launch and its
         worker's next action could as well be done before the launch, as neither sees the other. And a node that no
         start involves is launched as soon as it can be: its tokens are for it alone, and nobody needs its output to be
         missing.
+
+        Args:
+            whole: whether schedules go on until nothing is left to do, or only until what is launched is cut. What
+                comes later takes what was delivered before, so it cannot be the first to differ.
         """
         yield Schedule(self._finish((), frozenset()), frozenset(), None)
         seen: set[Start | str] = set()
@@ -150,7 +167,7 @@ class Scheduler:
                     yield Schedule(actions, backlog, self._start(before, action, backlog), full=True)
                 elif action.kind == "start" and (start := self._start(before, action, backlog)) not in seen:
                     seen.add(start)
-                    yield Schedule(self._finish(actions, backlog), backlog, start)
+                    yield Schedule(self._finish(actions, backlog, whole=whole), backlog, start)
 
     def _start(self, state: State, action: Action, backlog: frozenset[Edge]) -> Start:
         source = state.uncut[self._worker[action.node]][-1]
@@ -180,12 +197,15 @@ class Scheduler:
                 if action.kind != "full":
                     todo.append((self.apply(state, action), (*actions, action)))
 
-    def _finish(self, actions: tuple[Action, ...], backlog: frozenset[Edge]) -> tuple[Action, ...]:
-        """The actions, and then plain ones until nothing is left to do."""
+    def _finish(
+        self, actions: tuple[Action, ...], backlog: frozenset[Edge], *, whole: bool = True
+    ) -> tuple[Action, ...]:
+        """The actions, then cuts, and if the schedule is to be whole plain launches until nothing is left to do."""
         state = self.initial()
         for action in actions:
             state = self.apply(state, action)
-        while choices := {a.kind: a for a in self.actions(state, backlog) if a.kind in ("launch", "cut")}:
+        kinds = {"cut", "launch"} if whole else {"cut"}
+        while choices := {a.kind: a for a in self.actions(state, backlog) if a.kind in kinds}:
             action = choices.get("cut") or choices["launch"]
             actions, state = (*actions, action), self.apply(state, action)
         return actions
