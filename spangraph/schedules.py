@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from spangraph.pipeline import Edge, Pipeline
@@ -65,7 +67,8 @@ class Scheduler:
         walk = pipeline.walks[0] if walk is None else walk
         self.iterations = iterations
         self.depth, self.ring_depth = pipeline.speculation_depth, pipeline.ring_depth
-        self.edges = [e for e in pipeline.edges if e.walks is None or walk in e.walks]
+        edges = [e for e in pipeline.edges if e.walks is None or walk in e.walks]
+        self.edges = [replace(e, walks=None) for e in edges]  # can be hashed, whatever walks are
         touched = {name for e in self.edges for name in (e.node, e.target)}
         self.nodes = [n for n in pipeline.nodes if n.name in touched or not self.edges or n.spanned_outputs(walk)]
         self.spanned = {n.name: n.spanned_outputs(walk) for n in self.nodes}
@@ -164,12 +167,13 @@ class Scheduler:
                 action, before = actions[-1], state
                 if action.kind == "full" and "ring" not in seen:
                     seen.add("ring")
-                    yield Schedule(actions, backlog, self._start(before, action, backlog), full=True)
-                elif action.kind == "start" and (start := self._start(before, action, backlog)) not in seen:
+                    yield Schedule(actions, backlog, self.start(before, action, backlog), full=True)
+                elif action.kind == "start" and (start := self.start(before, action, backlog)) not in seen:
                     seen.add(start)
                     yield Schedule(self._finish(actions, backlog, whole=whole), backlog, start)
 
-    def _start(self, state: State, action: Action, backlog: frozenset[Edge]) -> Start:
+    def start(self, state: State, action: Action, backlog: frozenset[Edge]) -> Start:
+        """What a start, or one that finds the ring full, would take."""
         source = state.uncut[self._worker[action.node]][-1]
         edges = self._taken(state, action.node, backlog)
         assert edges, "a start takes something padded"
@@ -177,10 +181,10 @@ class Scheduler:
 
     def _reachable(self, backlog: frozenset[Edge]) -> Iterator[tuple[tuple[Action, ...], State]]:
         """Every start or full ring that can be reached: the actions up to it, and the state before it."""
-        todo: list[tuple[State, tuple[Action, ...]]] = [(self.initial(), ())]
+        todo: deque[tuple[State, tuple[Action, ...]]] = deque([(self.initial(), ())])
         visited = set()
         while todo:
-            state, actions = todo.pop()
+            state, actions = todo.popleft()
             last = actions[-1] if actions else None
             busy = None if last is None or last.kind == "cut" else self._worker[last.node]
             if (state, busy) in visited:

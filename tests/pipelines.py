@@ -1,4 +1,4 @@
-"""Random valid pipelines, and what the rules say about one in the words of the executor that defines them."""
+"""Random valid pipelines, and what the rules and the executor that defines them find in one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,8 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from spangraph.pipeline import Edge, Node, Pipeline
-
-MAX_NODES, MAX_EDGES = 5, 7
+from spangraph.testing import SimulatedDevice, SpeculatingExecutor
 
 
 def _mostly(value: bool, times: int = 3) -> st.SearchStrategy[bool]:
@@ -15,12 +14,12 @@ def _mostly(value: bool, times: int = 3) -> st.SearchStrategy[bool]:
 
 
 @st.composite
-def pipelines(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Pipeline:
-    """Up to 5 nodes on up to 3 workers, with up to 7 edges; every cycle holds a loop-back edge."""
+def pipelines(draw: Callable[[st.SearchStrategy[Any]], Any], max_nodes: int = 5, max_edges: int = 7) -> Pipeline:
+    """Nodes on up to 3 workers, with edges of every kind; every cycle holds a loop-back edge."""
     walks = draw(st.sampled_from([("talk",), ("talk",), ("talk",), ("talk", "listen")]))
-    workers = st.integers(0, draw(st.sampled_from([0, 0, 1, 2])))
+    workers = st.integers(0, draw(st.sampled_from([0, 0, 0, 1, 2])))
     nodes, sources = [], []
-    for name in "abcde"[: draw(st.integers(1, MAX_NODES))]:
+    for name in "abcde"[: draw(st.integers(1, max_nodes))]:
         spanned = draw(st.lists(_mostly(True), min_size=1, max_size=2))
         outputs = [f"x{i}" if is_spanned else f"y{i}" for i, is_spanned in enumerate(spanned)]
         sources += [f"{name}.{output}" for output in outputs]
@@ -36,7 +35,7 @@ def pipelines(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Pipeline:
             )
         )
     ends = st.tuples(st.sampled_from(sources), st.sampled_from([node.name for node in nodes]))
-    size = draw(st.integers(0, min(MAX_EDGES, len(sources) * len(nodes))))
+    size = draw(st.integers(0, min(max_edges, len(sources) * len(nodes))))
     edges = [
         Edge(
             source,
@@ -66,3 +65,10 @@ def found_by_rules(pipeline: Pipeline, walk: str) -> set[str]:
         elif diagnostic.rule == "SG304":
             found.add("ring")
     return found
+
+
+def found_by_executor(pipeline: Pipeline, walk: str, device: SimulatedDevice) -> tuple[set[str], int]:
+    """The same from the executor, and how many schedules it played."""
+    executor = SpeculatingExecutor(pipeline, walk, device=device)
+    found = executor.conflicts(whole=False)
+    return {edge if isinstance(edge, str) else " -> ".join(edge) for edge in found}, executor.plays
