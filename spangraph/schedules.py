@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -86,6 +86,11 @@ class Scheduler:
         self._targets = [self._startable(i) for i in range(len(self.nodes))]  # what may start on a node's outputs
         involved = {t for ts in self._targets for t in ts} | {i for i, ts in enumerate(self._targets) if ts}
         self._inert = [i not in involved for i in range(len(self.nodes))]
+        self._source = {e: self._index[e.node] for e in self.edges}
+        between = Counter((self._source[e], self._index[e.target]) for e in self.edges)
+        kinds = sum(2 ** between[i, t] - 1 for i, targets in enumerate(self._targets) for t in targets)
+        can_fill = self.ring_depth is not None and self.ring_depth <= self.depth
+        self._num_starts = kinds + can_fill if kinds else 0  # at most: with any of the edges taken padded
 
     def _startable(self, source: int) -> list[int]:
         if not self.depth or not self.nodes[source].speculates:
@@ -113,7 +118,7 @@ class Scheduler:
         uncut = state.uncut[self._worker[node]]
         padded = set()
         for edge in self._into[node]:
-            source = self._index[edge.node]
+            source = self._source[edge]
             cut = state.launched[source] - state.uncut[self._worker[source]].count(source)
             if state.launched[node] < self._tokens(edge, cut, backlog):
                 continue
@@ -161,14 +166,17 @@ class Scheduler:
         yield Schedule(self._finish((), frozenset()), frozenset(), None)
         seen: set[Start | str] = set()
         streaming = [e for e in self.edges if e.streaming]
-        for chosen in itertools.product((False, True), repeat=len(streaming)) if any(self._targets) else ():
+        for chosen in itertools.product((False, True), repeat=len(streaming)):
             backlog = frozenset(itertools.compress(streaming, chosen))
-            for actions, state in self._reachable(backlog):
-                action, before = actions[-1], state
-                if action.kind == "full" and "ring" not in seen:
+            found = self._reachable(backlog)
+            while len(seen) < self._num_starts and (reached := next(found, None)) is not None:
+                actions, state = reached
+                start = self.start(state, actions[-1], backlog)
+                if actions[-1].kind == "full":
+                    if "ring" not in seen:
+                        yield Schedule(actions, backlog, start, full=True)
                     seen.add("ring")
-                    yield Schedule(actions, backlog, self.start(before, action, backlog), full=True)
-                elif action.kind == "start" and (start := self.start(before, action, backlog)) not in seen:
+                elif start not in seen:
                     seen.add(start)
                     yield Schedule(self._finish(actions, backlog, whole=whole), backlog, start)
 

@@ -32,6 +32,7 @@ def pipelines(draw: Callable[[st.SearchStrategy[Any]], Any], max_nodes: int = 5,
                 worker=str(draw(workers)),
                 enable_async_scheduling=draw(_mostly(True, 12)),
                 lockstep=draw(_mostly(False, 12)),
+                where="nowhere",
             )
         )
     ends = st.tuples(st.sampled_from(sources), st.sampled_from([node.name for node in nodes]))
@@ -44,6 +45,7 @@ def pipelines(draw: Callable[[st.SearchStrategy[Any]], Any], max_nodes: int = 5,
             loop_back=source[0] >= target or draw(_mostly(False, 7)),
             takes_spans=draw(_mostly(False)),
             walks=draw(st.sampled_from([None, None, None, walks[:1], walks[-1:]])) if len(walks) > 1 else None,
+            where="nowhere",
         )
         for source, target in draw(st.lists(ends, unique=True, min_size=size, max_size=size))
     ]
