@@ -12,7 +12,7 @@ instead is the fault of its starts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -28,8 +28,9 @@ from spangraph.simulated import SimulatedDevice, SimulatedGraph, SimulatedStream
 from spangraph.stager import SpanStager, Tail
 from spangraph.step import Step
 
-_ROWS, _WIDTH = 2, 4
-_SPANS = {"full": [[0, 4], [0, 4]], "partial": [[0, 2], [1, 4]], "empty": [[0, 0], [0, 0]]}
+_ROWS, _WIDTH = 3, 4
+_WHOLE_ROWS = torch.tensor([[0, 4], [0, 4], [0, 4]])
+_CUT_ROWS = torch.tensor([[0, 4], [1, 3], [2, 2]])  # a full span, one inside, and an empty one
 _FULL = torch.ones(_ROWS, _WIDTH, dtype=torch.int64)
 _GARBAGE = _FULL * 1009
 _FIRST = _FULL * 5  # what a loop-back edge holds at the beginning
@@ -41,7 +42,6 @@ class Conflict(NamedTuple):
 
     schedule: Schedule
     edge: Edge | None  # read padded; None: the ring was full
-    spans: str  # of the edge's source output
     launch: tuple[str, int] | None  # the first one that computed something else
 
 
@@ -140,25 +140,23 @@ class SpeculatingExecutor(Scheduler):
         node.instances.append(_Instance(graph, tail, inputs, external, outputs))
         return node.instances[-1]
 
-    def play(
-        self, schedule: Schedule, spans: Mapping[str, str] | None = None, *, raw: Edge | None = None
-    ) -> Deliveries:
+    def play(self, schedule: Schedule, cut: Collection[str] = (), *, raw: Edge | None = None) -> Deliveries:
         """Run a schedule on the device: (node, launch) -> what it computed, and its stored outputs.
 
         Args:
             schedule: from `explore`.
-            spans: `"node.output"` -> `"full"`, `"partial"` or `"empty"`; default full.
+            cut: every `"node.output"` with a full, a partial and an empty span; those of the others are full.
             raw: mask what every other edge takes padded, so that only this one can make a difference.
 
         Raises:
             RingFullError: where the schedule finds the ring full.
         """
         self.plays += 1
+        position = torch.arange(_WIDTH)
         for node, built in zip(self.nodes, self._built, strict=True):
             for j, output in enumerate(self.outputs[node.name]):
-                pairs, mask = _TABLES[(spans or {}).get(f"{node.name}.{output}", "full")]
-                built.spans[j].copy_(pairs)
-                built.inside[j] = mask
+                spans = built.spans[j].copy_(_CUT_ROWS if f"{node.name}.{output}" in cut else _WHOLE_ROWS)
+                built.inside[j] = (position >= spans[:, :1]) & (position < spans[:, 1:])
         play = _Play(schedule, raw, {e: [_FIRST] if e.loop_back else [] for e in self.edges})
         try:
             for kind, i in schedule.actions:
@@ -181,7 +179,7 @@ class SpeculatingExecutor(Scheduler):
             masks = edge.takes_spans or play.raw not in (None, edge)
             feed.append((static, padded, self._built[source].inside[output] if masks else _FULL))
         if all(edge.loop_back for edge in self._into[i]):
-            feed.append((instance.external, torch.tensor([[k + 1], [10 * k + 10]]), _FULL[:, :1]))
+            feed.append((instance.external, torch.tensor([[k + 1], [10 * k + 10], [100 * k + 100]]), _FULL[:, :1]))
         with self.device.use_stream(self._built[i].stream), instance.tail.step() as step:
             self.device.launch(lambda: [torch.mul(value, mask, out=static) for static, value, mask in feed])
             instance.graph.replay()
@@ -240,26 +238,16 @@ class SpeculatingExecutor(Scheduler):
                 with contextlib.suppress(RingFullError):
                     self.play(schedule)
                     raise AssertionError("a ring that must be full was not")
-                yield Conflict(schedule, None, "full", None)
+                yield Conflict(schedule, None, None)
             elif schedule.start is not None:
                 for edge in sorted(schedule.start.edges - found, key=str):
-                    for kind in ("partial", "empty") if edge.output in self.spanned[edge.node] else ("full",):
-                        if (launch := self._differs(schedule, edge, kind)) is not None:
-                            found.add(edge)
-                            yield Conflict(schedule, edge, kind, launch)
-                            break
+                    if (launch := self._differs(schedule, edge)) is not None:
+                        found.add(edge)
+                        yield Conflict(schedule, edge, launch)
 
-    def _differs(self, schedule: Schedule, edge: Edge, kind: str) -> tuple[str, int] | None:
+    def _differs(self, schedule: Schedule, edge: Edge) -> tuple[str, int] | None:
         """The first launch that delivers something else than in the plain schedule because of this edge."""
-        spans = {edge.source: kind}
-        plain, got = self.play(schedule.plain, spans), self.play(schedule, spans, raw=edge)
+        cut = {edge.source} if edge.output in self.spanned[edge.node] else ()
+        plain, got = self.play(schedule.plain, cut), self.play(schedule, cut, raw=edge)
         assert plain.keys() == got.keys(), "a plain schedule can launch in the same order"
         return next((launch for launch in got if got[launch] != plain[launch]), None)
-
-
-def _table(spans: list[list[int]]) -> tuple[Tensor, Tensor]:
-    position, pairs = torch.arange(_WIDTH), torch.tensor(spans)
-    return pairs, (position >= pairs[:, :1]) & (position < pairs[:, 1:])
-
-
-_TABLES = {kind: _table(spans) for kind, spans in _SPANS.items()}

@@ -146,20 +146,25 @@ def test_a_conflict_says_how() -> None:
     executor = SpeculatingExecutor(Pipeline([A, B], [AB]), device=DEVICE)
     conflict = executor.find_conflict()
     assert conflict is not None
-    assert (conflict.edge, conflict.spans, conflict.launch) == (AB, "partial", ("b", 0))
+    assert (conflict.edge, conflict.launch) == (AB, ("b", 0))
     assert conflict.schedule.start == Start("a", "b", frozenset([AB]))
     assert [kind for kind, _ in conflict.schedule.actions[:3]] == ["launch", "start", "cut"]
 
 
-@pytest.mark.parametrize("kind", ["full", "partial", "empty"])
-def test_deliveries(kind: str) -> None:
-    """Full spans leave nothing to cut; the plain schedule delivers rows, and the talker's own are right in both."""
+def test_deliveries() -> None:
+    """What is delivered by hand: a's sum is its input, and b's three times the rows of a, or of what is around them."""
     executor = SpeculatingExecutor(Pipeline([A, B], [AB]), device=DEVICE)
     plain, schedule = executor.explore()
-    expected, got = executor.play(plain, {"a.x": kind}), executor.play(schedule, {"a.x": kind})
-    assert expected.keys() == got.keys() == {(name, k) for name in "ab" for k in range(3)}
-    assert {launch for launch in got if got[launch] != expected[launch]} == (set() if kind == "full" else {("b", 0)})
-    assert executor.play(schedule, {"a.x": kind}) == got
+    whole, rows = executor.play(plain), executor.play(plain, ["a.x"])
+    assert rows.keys() == {(name, k) for name in "ab" for k in range(3)}
+    assert rows["a", 0] == [[[1], [10], [100]], [[2, 3, 4, 5], [0, 12, 13, 0], [0, 0, 0, 0]]]
+    assert rows["b", 0][0] == [[3 * (2 + 3 + 4 + 5)], [3 * (12 + 13)], [0]]
+    assert executor.play(schedule) == whole  # full spans: padded and cut are the same
+    padded = executor.play(schedule, ["a.x"])
+    assert padded["b", 0][0] == [[3 * (2 + 3 + 4 + 5)], [3 * (12 + 13 + 2 * 1009)], [3 * 4 * 1009]]
+    assert {launch for launch in rows if padded[launch] != rows[launch]} == {("b", 0)}
+    other = Edge("b.x", "a")
+    assert executor.play(schedule, ["a.x"], raw=other) == rows  # masked
 
 
 def test_a_full_ring_is_a_real_one() -> None:
