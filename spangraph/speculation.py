@@ -106,10 +106,10 @@ class SpeculatingExecutor(Scheduler):
         streams, stagers = [], []
         for worker in range(max(self._worker) + 1):
             mine = [n.name for n, w in zip(self.nodes, self._worker, strict=True) if w == worker]
-            spans = {f"{name}.{output}": Span() for name in mine for output in self.spanned[name]}
+            columns = {f"{name}.{output}": Span() for name in mine for output in self.spanned[name]}
             depth = self.ring_depth or self.depth + 1
             streams.append(self.device.new_stream())
-            stagers.append(SpanStager(spans, max_rows=_ROWS, row_values=["sum"], depth=depth, device=self.device))
+            stagers.append(SpanStager(columns, max_rows=_ROWS, row_values=["sum"], depth=depth, device=self.device))
         built = []
         for node, worker in zip(self.nodes, self._worker, strict=True):
             count = len(self.outputs[node.name])
@@ -198,9 +198,10 @@ class SpeculatingExecutor(Scheduler):
             source = f"{name}.{output}"
             if output in self.spanned[name]:
                 rows, value = instance.step.rows(source), torch.zeros_like(_FULL)
-                for row in rows:
-                    ((start, end),) = rows.spans(row)[0]
-                    value[row, start:end] = rows[row]
+                for row in range(_ROWS):
+                    if row in rows:
+                        ((start, end),) = rows.spans(row)[0]
+                        value[row, start:end] = rows[row]
             else:
                 value = instance.outputs[j].clone()
             delivered.append(value.tolist())
