@@ -52,9 +52,10 @@ def main() -> int:
                 print(f"  {sorted(found - rules)}", flush=True)
 
     check()
+    seconds = time.perf_counter() - start
     print(
         f"seed {options.seed}: {counts['pipelines']} pipelines, {counts['walks']} walks,"
-        f" {counts['conflicts']} conflicts, {counts['plays']} schedules played, {counts['mismatches']} mismatches, {time.perf_counter() - start:.0f} s"
+        f" {counts['conflicts']} conflicts, {counts['plays']} schedules played, {counts['mismatches']} mismatches, {seconds:.0f} s"
     )
     return counts["mismatches"] > 0
 

@@ -45,7 +45,7 @@ class Conflict(NamedTuple):
     launch: tuple[str, int] | None  # the first one that computed something else
 
 
-@dataclass
+@dataclass(eq=False)
 class _Instance:
     """A captured graph of a node, with static inputs and outputs of its own."""
 
@@ -57,7 +57,7 @@ class _Instance:
     step: Step | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Built:
     """What a node's graphs share."""
 
@@ -68,7 +68,7 @@ class _Built:
     instances: list[_Instance] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Play:
     schedule: Schedule
     raw: Edge | None
