@@ -55,7 +55,7 @@ def main() -> int:
     seconds = time.perf_counter() - start
     print(
         f"seed {options.seed}: {counts['pipelines']} pipelines, {counts['walks']} walks,"
-        f" {counts['conflicts']} conflicts, {counts['plays']} schedules played, {counts['mismatches']} mismatches, {seconds:.0f} s"
+        f" {counts['conflicts']} conflicts, {counts['plays']} plays, {counts['mismatches']} mismatches, {seconds:.0f} s"
     )
     return counts["mismatches"] > 0
 

@@ -60,13 +60,13 @@ class Scheduler:
     Args:
         pipeline: nodes and edges.
         walk: the walk to run; default the first.
-        iterations: launches of each node.
+        iterations: launches of each node; default one that leaves chunks over, and then as many as can be uncut.
     """
 
-    def __init__(self, pipeline: Pipeline, walk: str | None = None, *, iterations: int = 3) -> None:
+    def __init__(self, pipeline: Pipeline, walk: str | None = None, *, iterations: int | None = None) -> None:
         walk = pipeline.walks[0] if walk is None else walk
-        self.iterations = iterations
         self.depth, self.ring_depth = pipeline.speculation_depth, pipeline.ring_depth
+        self.iterations = self.depth + 2 if iterations is None else iterations
         edges = [e for e in pipeline.edges if e.walks is None or walk in e.walks]
         self.edges = [replace(e, walks=None) for e in edges]  # can be hashed, whatever walks are
         touched = {name for e in self.edges for name in (e.node, e.target)}
@@ -97,8 +97,6 @@ class Scheduler:
             return []
         targets = dict.fromkeys(self._index[e.target] for e in self.edges if e.node == self.nodes[source].name)
         return [t for t in targets if self.nodes[t].speculates and self._worker[t] == self._worker[source]]
-
-    # ---- the scheduler -------------------------------------------------------------------------------------------
 
     def initial(self) -> State:
         """Nothing launched."""

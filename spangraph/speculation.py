@@ -94,7 +94,7 @@ class SpeculatingExecutor(Scheduler):
         pipeline: Pipeline,
         walk: str | None = None,
         *,
-        iterations: int = 3,
+        iterations: int | None = None,
         device: SimulatedDevice | None = None,
     ) -> None:
         super().__init__(pipeline, walk, iterations=iterations)
