@@ -161,7 +161,7 @@ class Scheduler:
             whole: whether schedules go on until nothing is left to do, or only until what is launched is cut. What
                 comes later takes what was delivered before, so it cannot be the first to differ.
         """
-        yield Schedule(self._finish((), frozenset()), frozenset(), None)
+        yield Schedule(self._finish((), frozenset(), whole=whole), frozenset(), None)
         seen: set[Start | str] = set()
         streaming = [e for e in self.edges if e.streaming]
         for chosen in itertools.product((False, True), repeat=len(streaming)):

@@ -31,6 +31,7 @@ from spangraph.step import Step
 _ROWS, _WIDTH = 3, 4
 _WHOLE_ROWS = torch.tensor([[0, 4], [0, 4], [0, 4]])
 _CUT_ROWS = torch.tensor([[0, 4], [1, 3], [2, 2]])  # a full span, one inside, and an empty one
+_CUT_INSIDE = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]]).bool()
 _FULL = torch.ones(_ROWS, _WIDTH, dtype=torch.int64)
 _GARBAGE = _FULL * 1009
 _FIRST = _FULL * 5  # what a loop-back edge holds at the beginning
@@ -152,11 +153,11 @@ class SpeculatingExecutor(Scheduler):
             RingFullError: where the schedule finds the ring full.
         """
         self.plays += 1
-        position = torch.arange(_WIDTH)
         for node, built in zip(self.nodes, self._built, strict=True):
             for j, output in enumerate(self.outputs[node.name]):
-                spans = built.spans[j].copy_(_CUT_ROWS if f"{node.name}.{output}" in cut else _WHOLE_ROWS)
-                built.inside[j] = (position >= spans[:, :1]) & (position < spans[:, 1:])
+                is_cut = f"{node.name}.{output}" in cut
+                built.spans[j].copy_(_CUT_ROWS if is_cut else _WHOLE_ROWS)
+                built.inside[j].copy_(_CUT_INSIDE if is_cut else _FULL)
         play = _Play(schedule, raw, {e: [_FIRST] if e.loop_back else [] for e in self.edges})
         try:
             for kind, i in schedule.actions:
@@ -199,9 +200,9 @@ class SpeculatingExecutor(Scheduler):
             if output in self.spanned[name]:
                 rows, value = instance.step.rows(source), torch.zeros_like(_FULL)
                 for row in range(_ROWS):
-                    if row in rows:
+                    if (entry := rows.at(row)) is not None:
                         ((start, end),) = rows.spans(row)[0]
-                        value[row, start:end] = rows[row]
+                        value[row, start:end] = entry
             else:
                 value = instance.outputs[j].clone()
             delivered.append(value.tolist())
