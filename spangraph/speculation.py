@@ -72,7 +72,7 @@ class _Built:
 @dataclass(eq=False)
 class _Play:
     schedule: Schedule
-    raw: Edge | None
+    raw: Collection[Edge] | None
     stored: dict[Edge, list[Tensor]]  # every token ever: the k-th launch takes the k-th
     launched: dict[int, int] = field(default_factory=dict)
     uncut: list[tuple[int, int, _Instance]] = field(default_factory=list)
@@ -142,13 +142,13 @@ class SpeculatingExecutor(Scheduler):
         node.instances.append(_Instance(graph, tail, inputs, external, outputs))
         return node.instances[-1]
 
-    def play(self, schedule: Schedule, cut: Collection[str] = (), *, raw: Edge | None = None) -> Deliveries:
+    def play(self, schedule: Schedule, cut: Collection[str] = (), *, raw: Collection[Edge] | None = None) -> Deliveries:
         """Run a schedule on the device: (node, launch) -> what it computed, and its stored outputs.
 
         Args:
             schedule: from `explore`.
             cut: every `"node.output"` with a full, a partial and an empty span; those of the others are full.
-            raw: mask what every other edge takes padded, so that only this one can make a difference.
+            raw: mask what all other edges take padded, so that only these can make a difference; default none.
 
         Raises:
             RingFullError: where the schedule finds the ring full.
@@ -178,7 +178,7 @@ class SpeculatingExecutor(Scheduler):
                 continue
             source, output = self._index[edge.node], self.outputs[edge.node].index(edge.output)
             padded = next(launch for n, _, launch in reversed(play.uncut) if n == source).outputs[output]
-            masks = edge.takes_spans or play.raw not in (None, edge)
+            masks = edge.takes_spans or (play.raw is not None and edge not in play.raw)
             feed.append((static, padded, self._built[source].inside[output] if masks else _FULL))
         if all(edge.loop_back for edge in self._into[i]):
             feed.append((instance.external, torch.tensor([[k + 1], [10 * k + 10], [100 * k + 100]]), _FULL[:, :1]))
@@ -243,15 +243,20 @@ class SpeculatingExecutor(Scheduler):
                     raise AssertionError("a ring that must be full was not")
                 yield Conflict(schedule, None, None)
             elif schedule.start is not None:
-                for edge in sorted(schedule.start.edges - found, key=str):
-                    if (launch := self._differs(schedule, edge)) is not None:
-                        found.add(edge)
-                        yield Conflict(schedule, edge, launch)
+                edges = schedule.start.edges - found
+                launch = self._differs(schedule, edges)
+                if launch is not None:  # what garbage adds, no other garbage takes away
+                    for edge in sorted(edges, key=str):
+                        if len(edges) == 1 or (launch := self._differs(schedule, [edge])) is not None:
+                            found.add(edge)
+                            yield Conflict(schedule, edge, launch)
 
-    def _differs(self, schedule: Schedule, edge: Edge) -> tuple[str, int] | None:
-        """The first launch that delivers something else than in the plain schedule because of this edge."""
+    def _differs(self, schedule: Schedule, raw: Collection[Edge]) -> tuple[str, int] | None:
+        """The first launch that delivers something else than in the plain schedule because of these edges."""
+        if not raw:
+            return None
         cut = {f"{name}.{output}" for name, outputs in self.spanned.items() for output in outputs}
-        plain, got = self._plain.setdefault(schedule.backlog, {}), self.play(schedule, cut, raw=edge)
+        plain, got = self._plain.setdefault(schedule.backlog, {}), self.play(schedule, cut, raw=raw)
         if not got.keys() <= plain.keys():
             plain |= self.play(schedule.plain, cut)
         return next((launch for launch in got if got[launch] != plain[launch]), None)

@@ -163,8 +163,8 @@ def test_deliveries() -> None:
     padded = executor.play(schedule, ["a.x"])
     assert padded["b", 0][0] == [[3 * (2 + 3 + 4 + 5)], [3 * (12 + 13 + 2 * 1009)], [3 * 4 * 1009]]
     assert {launch for launch in rows if padded[launch] != rows[launch]} == {("b", 0)}
-    other = Edge("b.x", "a")
-    assert executor.play(schedule, ["a.x"], raw=other) == rows  # masked
+    assert executor.play(schedule, ["a.x"], raw=[AB]) == padded
+    assert executor.play(schedule, ["a.x"], raw=[]) == rows  # masked
 
 
 def test_a_full_ring_is_a_real_one() -> None:
