@@ -119,13 +119,13 @@ def test_a_conflict_names_both_nodes_the_edge_the_walk_and_the_lines() -> None:
 
 
 def test_all_conflicts_are_reported() -> None:
-    nodes = [Node("a", spanned=("x", "y")), Node("b", spanned=("z",)), Node("c")]
+    nodes = [Node("a", spanned=("x", "y")), Node("b", spanned=("z",)), Node("c", spanned=("w",))]
     edges = [
         Edge("a.x", "b"),
         Edge("a.y", "b"),
         Edge("a.y", "c"),
         Edge("b.z", "a", loop_back=True),
-        Edge("b.z", "b", loop_back=True),
+        Edge("c.w", "c", loop_back=True),
         Edge("a.x", "a", loop_back=True),  # waits for b's, which comes after the cut
     ]
     report = Pipeline(nodes, edges, ring_depth=1).verify()
@@ -134,7 +134,7 @@ def test_all_conflicts_are_reported() -> None:
         ("SG301", "a.y -> b"),
         ("SG301", "a.y -> c"),
         ("SG302", "b.z -> a"),
-        ("SG303", "b.z -> b"),
+        ("SG303", "c.w -> c"),
     ]
     assert [found.node for found in report.errors if found.rule == "SG304"] == ["worker 0"]
 
