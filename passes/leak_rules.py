@@ -6,7 +6,7 @@ convolution's output belongs is a convention, and how far each operator looks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, inf
@@ -192,20 +192,29 @@ def _unfold(call: Call, name: str, track: Track, index: int) -> Effect:
     return _windowed(call, track, index, size, step, 0, 1) if track.dim == dim else Effect(track.spans)
 
 
+def elementwise(track: Track, shape: Sequence[int], out: Sequence[int]) -> Effect:
+    """What an elementwise operator does to a track of an operand that it broadcasts from `shape` to `out`."""
+    spans = track.spans.aligned(shape, out)
+    return _one_for_all(track, 0) if spans is None and shape[track.dim] == 1 else Effect(spans)
+
+
+def _one_for_all(track: Track, at: int) -> Effect:
+    """One position is taken for all: padding, unless it is the first, and rows begin there."""
+    return Effect(None, inf, inf if at > track.origin or track.is_reversed else 0, "it takes one of them for all")
+
+
 def _select(call: Call, name: str, track: Track, index: int) -> Effect:
     (dim,) = call.dims()
     if track.dim != dim:
         return Effect(track.spans.shifted(dim, -1))
-    at = call.ints("index")[0] % call.shape[dim] if "index" in call.args else index
-    # No row with anything in it is padding at its first position, if it starts there.
-    return Effect(None, inf, inf if at > track.origin or track.is_reversed else 0, "it takes one of them for all")
+    return _one_for_all(track, call.ints("index")[0] % call.shape[dim] if "index" in call.args else index)
 
 
 def _matmul(call: Call, name: str, track: Track, index: int) -> Effect:
     names = list(call.args)
     left, right = names[1:3] if names[1] in ("mat1", "batch1") else names[:2]  # addmm and baddbmm add their first
     if name not in (left, right):
-        return Effect(track.spans.aligned(call.shape, call.outs[index]), reason=_BROADCAST)
+        return elementwise(track, call.shape, call.outs[index])
     ndim, from_right = len(call.shape), len(call.shape) - track.dim
     if from_right == (1 if name == left else min(2, ndim)):
         return _all(None, reason="it sums over them")
@@ -268,6 +277,13 @@ def _gather(call: Call, name: str, track: Track, index: int) -> Effect:
     return Effect(track.spans)
 
 
+def _index_put(call: Call, name: str, track: Track, index: int) -> Effect:
+    """`x[mask] = value` is elementwise; other writes leave places where they are, and what they write is unknown."""
+    first = call.args["indices"][0]
+    is_mask = first is not None and val(first).dtype is torch.bool
+    return Effect(track.spans if name == "self" or (name == "indices" and is_mask) else None, reason=_CHOSEN)
+
+
 def _over(argument: str, reason: str, call: Call, name: str, track: Track, index: int) -> Effect:
     """Operators that mix the dims that an argument names, or all."""
     given = call.args[argument]
@@ -297,6 +313,7 @@ _EFFECTS: Mapping[Any, _Rule] = {
     **dict.fromkeys(packets("lstm gru rnn_tanh rnn_relu"), _recurrent),
     **dict.fromkeys(packets("embedding index"), _lookup),
     **dict.fromkeys(packets("gather take_along_dim"), _gather),
+    **dict.fromkeys(packets("index_put index_put_"), _index_put),
     **dict.fromkeys(packets("roll"), partial(_over, "dims", "it wraps them around")),
     **dict.fromkeys(
         packets("fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_fftn fft_ifftn fft_rfftn"),

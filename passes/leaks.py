@@ -26,7 +26,7 @@ from torch._ops import OpOverload
 
 from spangraph.diagnostics import Diagnostic
 from spangraph.passes import propagate_spans as places
-from spangraph.passes.leak_rules import PADS, ROUTES, Effect, Track, effect_of
+from spangraph.passes.leak_rules import PADS, ROUTES, Effect, Track, effect_of, elementwise
 from spangraph.passes.nodes import aliased, val, where, written
 from spangraph.passes.propagate_spans import bind, nodes_in, shape_of, shape_of_result
 from spangraph.passes.span_maps import Call, SpanMap
@@ -175,8 +175,11 @@ class _Follower:
             args["ahead"] = places.ahead(args, [source for _, source in operands])
         several = isinstance(result, list | tuple)
         outs = tuple(shape_of_result(out) for out in (result if several else [result]))
-        found = []
+        found: list[_State] = []
         for index in range(len(outs)):
+            if several and not _is_used(node, index):
+                found.append(())
+                continue
             tracks = [
                 self._land(node, packet, track, self._effect(node, packet, args, name, source, outs, track, index))
                 for name, source in operands
@@ -201,7 +204,7 @@ class _Follower:
     ) -> Effect:
         shape = shape_of(operand)
         if torch.Tag.pointwise in node.target.tags or packet in places.ELEMENTWISE:  # type: ignore[union-attr]
-            return Effect(track.spans.aligned(shape, outs[index]), reason="it broadcasts a spanned dim")
+            return elementwise(track, shape, outs[index])
         call = Call(str(node.target), args, shape, outs, partial(places.landing, node))
         return effect_of(packet, call, name, track, index)
 
@@ -272,6 +275,11 @@ class _Follower:
             elif any(self._order[user] > self._order[node] for user in view.users):
                 for axis in (axis for axis in axes if axis in lacking):
                     self._note(node, "SG203", axis, inf, inf, f"it writes into the memory of {view}")
+
+
+def _is_used(node: fx.Node, index: int) -> bool:
+    """Whether anything uses an output of an operator that gives several."""
+    return any(user.target is not operator.getitem or (user.args[1] == index and user.users) for user in node.users)
 
 
 def _with_short_rows(state: _State) -> _State:
