@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,26 +54,30 @@ def here() -> int:
 # ---- what is not whole -----------------------------------------------------------------------------------------------
 
 
+def joined(source: str, target: str, times: int = 1, **options: Any) -> Callable[[], Pipeline]:
+    return lambda: Pipeline([TALKER, CODEC], [Edge(source, target, **options)] * times, ("decode",))
+
+
 @pytest.mark.parametrize(
     ("build", "key", "says"),
     [
         (lambda: Pipeline([TALKER, TALKER]), "nodes.talker", "2 nodes have this name"),
-        (lambda: Pipeline([TALKER, CODEC], [Edge("speaker.codes", "codec")], ("decode",)), "edges[0].source", "names no node"),
-        (lambda: Pipeline([TALKER, CODEC], [Edge("talker", "codec")], ("decode",)), "edges[0].source", "names no node"),
-        (lambda: Pipeline([TALKER, CODEC], [Edge("talker.code", "codec")], ("decode",)), "edges[0].source", "has no output 'code'; it has ['codes', 'hidden']"),
-        (lambda: Pipeline([TALKER, CODEC], [Edge("talker.codes", "codek")], ("decode",)), "edges[0].target", "names no node"),
-        (lambda: Pipeline([TALKER, CODEC], [Edge("talker.codes", "codec", walks=("deocde",))], ("decode",)), "edges[0].walks", "unknown walks ['deocde']"),
-        (lambda: Pipeline([TALKER, CODEC], [Edge("talker.codes", "codec")]), "nodes.codec.spanned", "unknown walks ['decode']"),
-        (lambda: Pipeline([TALKER, CODEC], [Edge("talker.codes", "codec")] * 2, ("decode",)), "edges[1]", "a second edge"),
-        (lambda: Pipeline([TALKER, CODEC], [Edge("talker.codes", "talker", loop_back=True)], ("decode",)), "nodes.codec", "unreachable; no edge"),
+        (joined("speaker.codes", "codec"), "edges[0].source", "names no node"),
+        (joined("talker", "codec"), "edges[0].source", "names no node"),
+        (joined("talker.code", "codec"), "edges[0].source", "has no output 'code'; it has ['codes', 'hidden']"),
+        (joined("talker.codes", "codek"), "edges[0].target", "names no node"),
+        (joined("talker.codes", "codec", walks=("deocde",)), "edges[0].walks", "unknown walks ['deocde']"),
+        (joined("talker.codes", "codec", times=2), "edges[1]", "a second edge"),
+        (joined("talker.codes", "talker", loop_back=True), "nodes.codec", "unreachable; no edge"),
+        (lambda: Pipeline([CODEC]), "nodes.codec.spanned", "unknown walks ['decode']"),
         (lambda: Pipeline([TALKER], [Edge("talker.codes", "talker")]), "nodes.talker", "waits for itself"),
         (lambda: Pipeline([TALKER], speculation_depth=-1), "speculation_depth", "at least 0"),
         (lambda: Pipeline([TALKER], ring_depth=0), "ring_depth", "at least 1"),
         (lambda: Pipeline([TALKER], walks=()), "walks", "at least one"),
         (lambda: Pipeline([TALKER], walks=("a", "a")), "walks", "different names"),
-        (lambda: Pipeline([Node("m", module=nn.Linear(1, 1), spanned=("x",))]), "nodes.m.spanned", "leave one of the two out"),
+        (lambda: Pipeline([Node("m", nn.Linear(1, 1), ("x",))]), "nodes.m.spanned", "leave one of the two out"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_whole_is_named_with_its_key_path(build: Any, key: str, says: str) -> None:
     with pytest.raises(PipelineError, match=re.escape(says)) as caught:
         build()
