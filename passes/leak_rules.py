@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from math import ceil, inf
 from typing import Any
@@ -26,13 +27,14 @@ class Track:
     Attributes:
         axis: the rows, or which spanned dim of which source.
         spans: the dim, and how positions moved.
-        before, after: whether what lies before and after the valid positions may hold padding.
+        before, after: in which rows what lies before and after the valid positions may hold padding: those shorter
+            than so many positions of the source; 0 in none, `inf` in any.
     """
 
     axis: str
     spans: SpanMap
-    before: bool
-    after: bool
+    before: float
+    after: float
 
     @property
     def dim(self) -> int:
@@ -47,9 +49,29 @@ class Track:
         return sum(move.scale < 0 for move in self.moves) % 2 == 1
 
     @property
-    def is_shifted(self) -> bool:
-        """Whether positions were at most shifted."""
-        return all(move.scale == move.step == 1 for move in self.moves)
+    def affine(self) -> tuple[Fraction, Fraction, Fraction]:
+        """Rate and offset of the map from positions to where they lie now, and how much more it may have rounded up."""
+        rate, offset, rounded, slack = Fraction(1), Fraction(0), Fraction(0), Fraction(0)
+        for move in self.moves:
+            rate, offset = rate * move.scale / move.step, (offset * move.scale + move.shift) / move.step
+            if move.scale not in (
+                1,
+                -1,
+            ):  # what was rounded before is scaled with it; else it is rounded again, at most
+                slack, rounded = (slack + rounded) * abs(move.scale), Fraction(0)
+            slack, rounded = slack / move.step, (rounded + move.step - 1) / move.step
+        return rate, offset, slack
+
+    def misses(self, other: Track) -> tuple[float, float]:
+        """How far `other` begins after this track, and ends before it, in positions that lie together now."""
+        (rate, offset, slack), (other_rate, other_offset, other_slack) = self.affine, other.affine
+        if rate != other_rate:
+            return inf, inf
+        return max(ceil(other_offset - offset + other_slack), 0), max(ceil(offset - other_offset + slack), 0)
+
+    def shorter_than(self, count: float) -> float:
+        """How many positions of the source become `count` of them now."""
+        return count if count in (0, inf) else ceil(count / abs(self.affine[0]))
 
     @property
     def origin(self) -> int:

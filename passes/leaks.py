@@ -61,6 +61,7 @@ class Leak:
         axis: what is mixed.
         before, after: how many valid positions of the output padding before and after them can touch, at that end.
         reason: what the operator does.
+        shorter_than: only in rows that are shorter than so many positions of the source; `inf`: in any.
     """
 
     rule: str
@@ -69,19 +70,23 @@ class Leak:
     before: float
     after: float
     reason: str
+    shorter_than: float = inf
 
 
 _State = tuple[Track, ...]
 
 
 def diagnose_leaks(gm: fx.GraphModule, sources: Sequence[Source]) -> list[Diagnostic]:
-    """SG201, SG202 and SG203 for a graph, as warnings."""
-    return [_diagnose(leak) for leak in find_leaks(gm.graph, sources)[0]]
+    """SG201, SG202 and SG203 for a graph, as warnings; what an operator does alike to several axes is one of them."""
+    axes: dict[Leak, list[str]] = {}
+    for leak in find_leaks(gm.graph, sources)[0]:
+        axes.setdefault(replace(leak, axis=ROWS if leak.axis == ROWS else ""), []).append(leak.axis)
+    return [_diagnose(leak, " and ".join(found)) for leak, found in axes.items()]
 
 
-def _diagnose(leak: Leak) -> Diagnostic:
+def _diagnose(leak: Leak, axes: str) -> Diagnostic:
     op = getattr(leak.node.target, "__name__", str(leak.node.target)).partition(".")[0]
-    what = "rows" if leak.axis == ROWS else f"positions of {leak.axis}"
+    what = "rows" if leak.axis == ROWS else f"positions of {axes}"
     if leak.rule == "SG203":
         message = f"what {op} does to {what} is not known ({leak.reason}); what follows from there is not checked."
         fix = "declare spans for what comes out of it, or check by hand."
@@ -92,7 +97,8 @@ def _diagnose(leak: Leak) -> Diagnostic:
         ends = [(leak.before, "start"), (leak.after, "end")]
         reach = " and ".join(f"up to {int(count)} at its {end}" for count, end in ends if 0 < count < inf)
         reach = "every valid position" if inf in (leak.before, leak.after) else f"valid positions of a span, {reach}"
-        message = f"{op} mixes {what}: {leak.reason}. Padding reaches {reach}."
+        short = "" if leak.shorter_than == inf else f", in rows of fewer than {int(leak.shorter_than)} positions"
+        message = f"{op} mixes {what}: {leak.reason}. Padding reaches {reach}{short}."
         fix = (
             "empty the padding just before it (torch.where(mask, x, 0)), declare spans that leave these positions out,"
             " or accept that they depend on the padding: a delivered row is what the padded output holds."
@@ -134,11 +140,12 @@ class _Follower:
 
     def _begin(self, source: Source) -> None:
         """Give the source, and what it is a view of, its tracks."""
-        ends = source.padding in ("both", "left"), source.padding in ("both", "right")
-        state: _State = (Track(ROWS, SpanMap(None, (0,), ((),)), False, True),)  # padding rows come last
+        ends = (inf if source.padding in ("both", side) else 0 for side in ("left", "right"))
+        before, after = ends
+        state: _State = (Track(ROWS, SpanMap(None, (0,), ((),)), 0, inf),)  # padding rows come last
         for dim in source.dims:
             place = dim % len(shape_of(source.node))
-            state += (Track(f"{source.label!r} along dim {dim}", SpanMap(None, (place,), ((),)), *ends),)
+            state += (Track(f"{source.label!r} along dim {dim}", SpanMap(None, (place,), ((),)), before, after),)
         node: fx.Node | None = source.node
         while node is not None:
             self._add(node, state)
@@ -213,21 +220,27 @@ class _Follower:
         before = effect.before if track.before else 0
         after = effect.after if track.after else 0
         if before or after:
-            self._note(node, "SG202" if track.axis == ROWS else "SG201", track.axis, before, after, effect.reason)
+            rule = "SG202" if track.axis == ROWS else "SG201"
+            limit = max(track.before if before else 0, track.after if after else 0)
+            self._note(node, rule, track.axis, before, after, effect.reason, limit)
         elif effect.spans is None and not (effect.before or effect.after):
             rule = "SG202" if track.axis == ROWS and packet in ROUTES else "SG203"
-            self._note(node, rule, track.axis, inf, inf, effect.reason)
+            self._note(node, rule, track.axis, inf, inf, effect.reason, inf)
         if effect.spans is None:
             return None
         moved = replace(track, spans=effect.spans)
         if moved.is_reversed != track.is_reversed:
             moved = replace(moved, before=track.after, after=track.before)
         if packet in PADS and moved.moves != track.moves and (track.before or track.after):
-            copies = str(bind(node, node.target).get("mode", node.target))  # type: ignore[arg-type]
+            args = bind(node, node.target)  # type: ignore[arg-type]
+            copies = str(args.get("mode", node.target))
             if "reflect" in copies or "circular" in copies:  # of a short row these are copies of padding
-                moved = replace(moved, before=True, after=True)
+                amount = max(args.get("pad") or args["padding"]) + 1 if "reflect" in copies else inf
+                short = moved.shorter_than(amount)
+                moved = replace(moved, before=max(moved.before, short), after=max(moved.after, short))
         # What lies before the first valid position has seen what a short row has behind its last one.
-        return replace(moved, before=moved.before or (after > 0 and moved.origin > 0), after=moved.after or before > 0)
+        seen_before = moved.shorter_than(after) if moved.origin > 0 else 0
+        return replace(moved, before=max(moved.before, seen_before), after=max(moved.after, moved.shorter_than(before)))
 
     def _join(self, node: fx.Node, tracks: Iterable[Track]) -> _State:
         """All tracks of all operands; those of one axis along one dim must lie at the same place."""
@@ -237,26 +250,28 @@ class _Follower:
         for track in tracks:
             first = kept.setdefault((track.axis, track.dim), track)
             if first.moves != track.moves:
-                by = track.origin - first.origin
-                before, after = (max(by, 0), max(-by, 0)) if first.is_shifted and track.is_shifted else (inf, inf)
+                before, after = first.misses(track)
                 before, after = before if track.before else 0, after if track.after else 0
                 if before or after:
                     rule = "SG202" if track.axis == ROWS else "SG201"
-                    self._note(node, rule, track.axis, before, after, "it combines positions that lie elsewhere")
+                    self._note(node, rule, track.axis, before, after, "it combines positions that lie elsewhere", inf)
             kept[track.axis, track.dim] = replace(
-                first, before=first.before or track.before, after=first.after or track.after
+                first, before=max(first.before, track.before), after=max(first.after, track.after)
             )
         return tuple(kept.values())
 
     def _unknown(self, node: fx.Node) -> _State:
         for axis in {track.axis: None for source in node.all_input_nodes for track in self._tracks(source)}:
-            self._note(node, "SG203", axis, inf, inf, "its effect on spans is not known")
+            self._note(node, "SG203", axis, inf, inf, "its effect on spans is not known", inf)
         return ()
 
-    def _note(self, node: fx.Node, rule: str, axis: str, before: float, after: float, reason: str) -> None:
+    def _note(
+        self, node: fx.Node, rule: str, axis: str, before: float, after: float, reason: str, shorter_than: float
+    ) -> None:
         if (known := self._leaks.get((node, rule, axis))) is not None:
             before, after = max(before, known.before), max(after, known.after)
-        self._leaks[node, rule, axis] = Leak(rule, node, axis, before, after, reason)
+            shorter_than = max(shorter_than, known.shorter_than)
+        self._leaks[node, rule, axis] = Leak(rule, node, axis, before, after, reason, shorter_than)
 
     # ---- writes ----------------------------------------------------------------------------------------------------
 
@@ -274,7 +289,7 @@ class _Follower:
                 self._add(view, tuple(track for track in state if track.axis in lacking))
             elif any(self._order[user] > self._order[node] for user in view.users):
                 for axis in (axis for axis in axes if axis in lacking):
-                    self._note(node, "SG203", axis, inf, inf, f"it writes into the memory of {view}")
+                    self._note(node, "SG203", axis, inf, inf, f"it writes into the memory of {view}", inf)
 
 
 def _is_used(node: fx.Node, index: int) -> bool:
@@ -286,7 +301,7 @@ def _with_short_rows(state: _State) -> _State:
     """Rows are not alike while positions are followed: where one has data, one before it may have padding."""
     if all(track.axis == ROWS for track in state):
         return state
-    return tuple(replace(track, before=True) if track.axis == ROWS else track for track in state)
+    return tuple(replace(track, before=inf) if track.axis == ROWS else track for track in state)
 
 
 def _is_same_view(view: fx.Node, target: fx.Node) -> bool:

@@ -232,7 +232,7 @@ def drop_dim_rule(call: Call, spans: SpanMap, index: int) -> SpanMap | str:
 
 def land_rule(call: Call, spans: SpanMap, index: int) -> SpanMap | str:
     places = {dim: call.landing(dim, index) for dim in spans.tracked}
-    return spans.relaid(places) or "it reduces or drops the row dim or a spanned dim"
+    return spans.relaid(places) or "it reduces, merges or drops the row dim or a spanned dim"
 
 
 def seat_rule(call: Call, spans: SpanMap, index: int) -> SpanMap | str:

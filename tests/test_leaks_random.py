@@ -295,6 +295,8 @@ def within_reach(value: Tensor, tracks: tuple[Track, ...], leaks: list[Leak], sp
     """Positions that the leaks of one node say may change."""
     mask = torch.zeros(value.shape, dtype=torch.bool)
     for leak in leaks:
+        if span[1] - span[0] >= leak.shorter_than:
+            continue
         along = [track for track in tracks if track.axis == leak.axis and leak.axis != ROWS]
         if leak.axis == ROWS or not along:
             return torch.ones_like(mask)
