@@ -14,7 +14,7 @@ seen, so it is reported there, too; a leak is never missed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -188,9 +188,12 @@ class _Follower:
                 found.append(())
                 continue
             tracks = [
-                self._land(node, packet, track, self._effect(node, packet, args, name, source, outs, track, index))
+                self._land(
+                    node, packet, track, short, self._effect(node, packet, args, name, source, outs, track, index)
+                )
                 for name, source in operands
-                for track in _with_short_rows(self._tracks(source))
+                for short in [any(other.axis != ROWS for other in self._tracks(source))]
+                for track in self._tracks(source)
             ]
             found.append(self._join(node, [track for track in tracks if track is not None]))
         if several:
@@ -215,35 +218,43 @@ class _Follower:
         call = Call(str(node.target), args, shape, outs, partial(places.landing, node))
         return effect_of(packet, call, name, track, index)
 
-    def _land(self, node: fx.Node, packet: Any, track: Track, effect: Effect) -> Track | None:
-        """Note what leaks, and return the track afterwards."""
-        before = effect.before if track.before else 0
+    def _land(self, node: fx.Node, packet: Any, track: Track, short_rows: bool, effect: Effect) -> Track | None:
+        """Note what leaks, and return the track afterwards.
+
+        Args:
+            short_rows: whether positions are followed, too: where a row has data, one before it may have padding.
+        """
+        is_rows = track.axis == ROWS
+        before = effect.before if track.before or (is_rows and short_rows) else 0
         after = effect.after if track.after else 0
         if before or after:
-            rule = "SG202" if track.axis == ROWS else "SG201"
-            limit = max(track.before if before else 0, track.after if after else 0)
-            self._note(node, rule, track.axis, before, after, effect.reason, limit)
+            limit = inf if is_rows else max(track.before if before else 0, track.after if after else 0)
+            self._note(node, "SG202" if is_rows else "SG201", track.axis, before, after, effect.reason, limit)
         elif effect.spans is None and not (effect.before or effect.after):
-            rule = "SG202" if track.axis == ROWS and packet in ROUTES else "SG203"
+            rule = "SG202" if is_rows and packet in ROUTES else "SG203"
             self._note(node, rule, track.axis, inf, inf, effect.reason, inf)
-        if effect.spans is None:
-            return None
+        if effect.spans is None or effect.spans is track.spans:
+            return track if effect.spans is not None else None
         moved = replace(track, spans=effect.spans)
         if moved.is_reversed != track.is_reversed:
             moved = replace(moved, before=track.after, after=track.before)
+        seen = 0.0
         if packet in PADS and moved.moves != track.moves and (track.before or track.after):
             args = bind(node, node.target)  # type: ignore[arg-type]
             copies = str(args.get("mode", node.target))
             if "reflect" in copies or "circular" in copies:  # of a short row these are copies of padding
-                amount = max(args.get("pad") or args["padding"]) + 1 if "reflect" in copies else inf
-                short = moved.shorter_than(amount)
-                moved = replace(moved, before=max(moved.before, short), after=max(moved.after, short))
+                seen = moved.shorter_than(max(args.get("pad") or args["padding"]) + 1 if "reflect" in copies else inf)
         # What lies before the first valid position has seen what a short row has behind its last one.
-        seen_before = moved.shorter_than(after) if moved.origin > 0 else 0
-        return replace(moved, before=max(moved.before, seen_before), after=max(moved.after, moved.shorter_than(before)))
+        seen_before = max(seen, moved.shorter_than(after) if after and moved.origin > 0 else 0)
+        seen_after = max(seen, moved.shorter_than(before))
+        if seen_before > moved.before or seen_after > moved.after:
+            moved = replace(moved, before=max(moved.before, seen_before), after=max(moved.after, seen_after))
+        return moved
 
-    def _join(self, node: fx.Node, tracks: Iterable[Track]) -> _State:
+    def _join(self, node: fx.Node, tracks: list[Track]) -> _State:
         """All tracks of all operands; those of one axis along one dim must lie at the same place."""
+        if len({(track.axis, track.dim) for track in tracks}) == len(tracks):
+            return tuple(tracks)
         kept: dict[tuple[str, int], Track] = {}
         if places.overwritten(node) is None:  # else it is the first operand that stays where it is
             tracks = sorted(tracks, key=lambda track: abs(track.origin))
@@ -251,13 +262,14 @@ class _Follower:
             first = kept.setdefault((track.axis, track.dim), track)
             if first.moves != track.moves:
                 before, after = first.misses(track)
-                before, after = before if track.before else 0, after if track.after else 0
+                is_rows = track.axis == ROWS
+                before, after = before if track.before or is_rows else 0, after if track.after else 0
                 if before or after:
-                    rule = "SG202" if track.axis == ROWS else "SG201"
-                    self._note(node, rule, track.axis, before, after, "it combines positions that lie elsewhere", inf)
-            kept[track.axis, track.dim] = replace(
-                first, before=max(first.before, track.before), after=max(first.after, track.after)
-            )
+                    reason = "it combines positions that lie elsewhere"
+                    self._note(node, "SG202" if is_rows else "SG201", track.axis, before, after, reason, inf)
+            if track.before > first.before or track.after > first.after:
+                both = max(first.before, track.before), max(first.after, track.after)
+                kept[track.axis, track.dim] = replace(first, before=both[0], after=both[1])
         return tuple(kept.values())
 
     def _unknown(self, node: fx.Node) -> _State:
@@ -295,13 +307,6 @@ class _Follower:
 def _is_used(node: fx.Node, index: int) -> bool:
     """Whether anything uses an output of an operator that gives several."""
     return any(user.target is not operator.getitem or (user.args[1] == index and user.users) for user in node.users)
-
-
-def _with_short_rows(state: _State) -> _State:
-    """Rows are not alike while positions are followed: where one has data, one before it may have padding."""
-    if all(track.axis == ROWS for track in state):
-        return state
-    return tuple(replace(track, before=inf) if track.axis == ROWS else track for track in state)
 
 
 def _is_same_view(view: fx.Node, target: fx.Node) -> bool:

@@ -18,7 +18,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -280,19 +280,23 @@ def landing(node: fx.Node, dim: int, index: int = 0) -> int | None:
     """Which dim of an output a dim of the first argument becomes, read off the operator itself: it is run on a meta
     tensor in which only that dim has a size that occurs nowhere else.
     """
-    (source, *_), result = node.all_input_nodes, val(node)
-    fake, out = val(source), shape_of_result(result[index] if isinstance(result, (list, tuple)) else result)
-    if node.target is torch.ops.aten.numpy_T.default:  # warns unless 2-D
+    source, *others = node.all_input_nodes
+    if others or node.args[0] is not source:
+        raise span_maps.NotStaticError
+    result = val(node)
+    out = shape_of_result(result[index] if isinstance(result, (list, tuple)) else result)
+    return _landing(node.target, node.args[1:], node.kwargs, val(source).dtype, shape_of(source), out, dim, index)
+
+
+@lru_cache(maxsize=4096)  # layers repeat
+def _landing(
+    target: Any, args: Any, kwargs: Any, dtype: torch.dtype, shape: _Shape, out: _Shape, dim: int, index: int
+) -> int | None:
+    if target is torch.ops.aten.numpy_T.default:  # warns unless 2-D
         return len(out) - 1 - dim
-    size = 1 + max(*fake.shape, *out)
-    probe = torch.empty((*fake.shape[:dim], size, *fake.shape[dim + 1 :]), dtype=fake.dtype, device="meta")
-
-    def stand_in(argument: fx.Node) -> Any:
-        if argument is not source:
-            raise span_maps.NotStaticError
-        return probe
-
-    probed = node.target(*map_arg(node.args, stand_in), **map_arg(node.kwargs, stand_in))  # type: ignore[operator]
+    size = 1 + max(*shape, *out)
+    probe = torch.empty((*shape[:dim], size, *shape[dim + 1 :]), dtype=dtype, device="meta")
+    probed = target(probe, *args, **kwargs)
     landed = tuple((probed if isinstance(probed, torch.Tensor) else probed[index]).shape)
     return landed.index(size) if size in landed and len(landed) == len(out) else None
 

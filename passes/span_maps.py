@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -147,7 +147,7 @@ class SpanMap:
         """
         if 0 in shape:
             return self if tuple(shape) == tuple(out) else None
-        before, after = ([(prod(sizes[:dim]), sizes[dim]) for dim in range(len(sizes))] for sizes in (shape, out))
+        before, after = _kinds(tuple(shape)), _kinds(tuple(out))
         places: dict[int, int | None] = {}
         for dim in self.tracked:
             same = [at for at, kind in enumerate(before) if kind == before[dim]]
@@ -165,6 +165,12 @@ class SpanMap:
         index = self.dims.index(dim)
         moves = (*self.moves[:index], (*self.moves[index], move), *self.moves[index + 1 :])
         return SpanMap(self.row_dim, self.dims, moves)
+
+
+@lru_cache(maxsize=4096)
+def _kinds(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    """For each dim the number of elements to its left, and its size."""
+    return [(prod(sizes[:dim]), sizes[dim]) for dim in range(len(sizes))]
 
 
 class NotStaticError(Exception):
