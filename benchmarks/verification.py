@@ -3,8 +3,8 @@
     python benchmarks/verification.py [--rounds 3]
 
 The graph is a chain of residual blocks (convolution, norm, attention-like product, views, an in-place write) from a
-padded input to a marked value. `prepare_graph` does everything but the staging node, leaks included. CPU time is printed:
-all is done in one thread.
+padded input to a marked value. `prepare_graph` does everything but the staging node, leaks included. CPU time is
+printed, as all is done in one thread.
 """
 
 from __future__ import annotations

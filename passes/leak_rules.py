@@ -261,7 +261,7 @@ def _linear(call: Call, name: str, track: Track, index: int) -> Effect:
 def _attention(call: Call, name: str, track: Track, index: int) -> Effect:
     from_right = len(call.shape) - track.dim
     if (from_right == 2 and name in ("key", "value")) or (from_right == 1 and name != "value"):
-        return _all(None, reason="it attends to them (where the mask is 0, NaN still counts)")
+        return _all(None, reason="it attends to them (masked ones count only where they are NaN or infinite)")
     return _seated(call, track, index, from_right)
 
 

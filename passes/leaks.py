@@ -80,19 +80,19 @@ def diagnose_leaks(gm: fx.GraphModule, sources: Sequence[Source]) -> list[Diagno
     """SG201, SG202 and SG203 for a graph, as warnings; what an operator does alike to several axes is one of them."""
     axes: dict[Leak, list[str]] = {}
     for leak in find_leaks(gm.graph, sources)[0]:
-        axes.setdefault(replace(leak, axis=ROWS if leak.axis == ROWS else ""), []).append(leak.axis)
-    return [_diagnose(leak, " and ".join(found)) for leak, found in axes.items()]
+        axes.setdefault(replace(leak, axis=""), []).append(leak.axis)
+    return [_diagnose(leak, found) for leak, found in axes.items()]
 
 
-def _diagnose(leak: Leak, axes: str) -> Diagnostic:
+def _diagnose(leak: Leak, axes: Sequence[str]) -> Diagnostic:
     op = getattr(leak.node.target, "__name__", str(leak.node.target)).partition(".")[0]
-    what = "rows" if leak.axis == ROWS else f"positions of {axes}"
+    what = " and ".join("rows" if axis == ROWS else f"positions of {axis}" for axis in axes)
     if leak.rule == "SG203":
         message = f"what {op} does to {what} is not known ({leak.reason}); what follows from there is not checked."
         fix = "declare spans for what comes out of it, or check by hand."
     elif leak.rule == "SG202":
-        message = f"{op} mixes rows: {leak.reason}. Padding rows, and padding of shorter rows, reach all of them."
-        fix = "keep rows apart, or mask padding rows and padding just before it."
+        message = f"{op} mixes rows: {leak.reason}. Padding rows, and padding of shorter rows, may reach all of them."
+        fix = "keep rows apart, or leave padding rows, and padding, out of it."
     else:
         ends = [(leak.before, "start"), (leak.after, "end")]
         reach = " and ".join(f"up to {int(count)} at its {end}" for count, end in ends if 0 < count < inf)
@@ -100,9 +100,11 @@ def _diagnose(leak: Leak, axes: str) -> Diagnostic:
         short = "" if leak.shorter_than == inf else f", in rows of fewer than {int(leak.shorter_than)} positions"
         message = f"{op} mixes {what}: {leak.reason}. Padding reaches {reach}{short}."
         fix = (
-            "empty the padding just before it (torch.where(mask, x, 0)), declare spans that leave these positions out,"
-            " or accept that they depend on the padding: a delivered row is what the padded output holds."
+            "take it over valid positions only (a masked sum by the number of them, -inf before a maximum or softmax)"
+            if inf in (leak.before, leak.after)
+            else "empty the padding just before it (torch.where(mask, x, 0)), declare spans without these positions"
         )
+        fix += ", or accept that they depend on the padding: a delivered row is what the padded output holds."
     return Diagnostic(leak.rule, message, where(leak.node), fix=fix, severity="warning")
 
 

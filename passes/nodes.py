@@ -37,7 +37,7 @@ def where_in(trace: str) -> str:
     for file, line in reversed(frames):
         if is_user_file(file):
             return f"{file}:{line}"
-    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
+    return ""
 
 
 def is_user_file(file: str) -> bool:
@@ -135,7 +135,10 @@ def _memory(node: fx.Node) -> int | None:
     example = val(node)
     if not isinstance(example, Tensor) or example.layout is not torch.strided:
         return None
-    return int(example.untyped_storage()._cdata)
+    known = node.meta.get("memory")
+    if known is None or known[0] is not example:
+        known = node.meta["memory"] = example, int(example.untyped_storage()._cdata)
+    return known[1]
 
 
 def aliased(node: fx.Node) -> fx.Node | None:
@@ -145,9 +148,13 @@ def aliased(node: fx.Node) -> fx.Node | None:
     if schema is not None and schema.name in _UNANNOTATED_ALIASES:  # their example values do not show it either
         return node.args[0] if isinstance(node.args[0], fx.Node) else None
     memory = _memory(node)
-    memories = {source: _memory(source) for source in node.all_input_nodes}
-    if memory is not None and node.op == "call_function" and None not in memories.values():
-        return next((source for source, known in memories.items() if known == memory), None)
+    if memory is not None and node.op == "call_function":
+        sources = node.all_input_nodes
+        memories = [_memory(source) for source in sources]
+        if memory in memories:
+            return sources[memories.index(memory)]
+        if None not in memories:
+            return None
     if is_call(node, operator.getitem) and isinstance(node.args[0], fx.Node):
         if inner := subgraph(node.args[0]):
             module, operands = inner

@@ -251,6 +251,8 @@ def align_rule(call: Call, spans: SpanMap, index: int) -> SpanMap | str:
 
 def slice_rule(call: Call, spans: SpanMap, index: int) -> SpanMap | str:
     (dim,) = call.dims()
+    if dim not in spans.tracked:
+        return spans
     (step,) = call.ints("step")
     bounds = [None if call.args[name] is None else call.ints(name)[0] for name in ("start", "end")]
     start, _, _ = slice(*bounds).indices(call.shape[dim])
@@ -259,6 +261,8 @@ def slice_rule(call: Call, spans: SpanMap, index: int) -> SpanMap | str:
 
 def narrow_rule(call: Call, spans: SpanMap, index: int) -> SpanMap | str:
     (dim,) = call.dims()
+    if dim not in spans.tracked:
+        return spans
     (start,) = call.ints("start")
     return _sliced(call, spans, dim, start + (call.shape[dim] if start < 0 else 0), call.outs[index][dim])
 

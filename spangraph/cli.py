@@ -49,7 +49,7 @@ def _input_spans(_context: click.Context, _option: click.Parameter, given: tuple
     try:
         return {name: Span(tuple(map(int, dims.split(",")))) for name, _, dims in (t.partition("=") for t in given)}
     except ValueError as error:  # also what Span raises
-        raise click.BadParameter(f"{given}: expected NAME=DIM[,DIM], such as mel=-1 ({error})") from None
+        raise click.BadParameter(f"{' '.join(given)}: expected NAME=DIM[,DIM], such as mel=-1 ({error})") from None
 
 
 @main.command()

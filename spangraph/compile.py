@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from spangraph.backends import Backend, Event, Graph, debug_enabled, preserve_generators, resolve_backend
+from spangraph.declare import find_declarations
 from spangraph.diagnostics import Diagnostic
 from spangraph.errors import ClosedError, DeclarationError, HostReadError, InputError, TraceError
 from spangraph.passes import Prepared, insert_staging_node, prepare_graph
 from spangraph.passes.marks import public_names
 from spangraph.passes.nodes import val
 from spangraph.pipeline import Pipeline
+from spangraph.report import Report
 from spangraph.stager import StagerCore, Tail, make_cut
 from spangraph.step import Cut, Step, profiled
 from spangraph.structure import CallSpec, Constant, normalise_call, split_call
@@ -71,16 +73,31 @@ def compile(
         pipeline: the pipeline that the model is a node of, to be checked on this walk.
 
     Raises:
-        InputError: for an option out of range, or a forward whose parameter is called like an option of `launch`.
+        InputError: for an option out of range, a forward whose parameter is called like an option of `launch`, or a
+            pipeline that the model is no node of.
         VerificationError: for speculation conflicts in the pipeline, all of them.
     """
     if pipeline is not None and verify != "off":
-        report = pipeline.verify(walk)
+        report = _verified(pipeline, model, walk)
         if verify == "error":
             report.raise_for_errors()
         elif report.errors:
             warnings.warn(f"the pipeline has conflicts:\n{report}", stacklevel=2)
     return Compiled(model, walk, depth, trace, backend, verify, staging, wait, tuple(generators))
+
+
+def _verified(pipeline: Pipeline, model: nn.Module, walk: str) -> Report:
+    if not isinstance(pipeline, Pipeline):
+        raise InputError(
+            f"pipeline is a {type(pipeline).__name__}: expected a Pipeline (Pipeline.from_toml reads one)."
+        )
+    declared = {name for declaration in find_declarations(model, walk) for name in declaration.spans}
+    if not any(node.module is model or set(node.spanned_outputs(walk)) == declared for node in pipeline.nodes):
+        raise InputError(
+            f"no node of the pipeline is this model: expected one with module=model, or one whose spanned outputs on"
+            f" walk {walk!r} are {sorted(declared)}."
+        )
+    return pipeline.verify(walk)
 
 
 @dataclass(eq=False)

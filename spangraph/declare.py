@@ -7,6 +7,8 @@ device, without a host read, and traces.
 from __future__ import annotations
 
 import inspect
+import itertools
+import linecache
 import struct
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -224,7 +226,10 @@ def from_mask(mask: Tensor, *, max_spans: int = 1) -> Tensor:
     """
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point() or mask.is_complex():
         found = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise DeclarationError(f"from_mask needs a bool or int mask [bs, width], got {found}; compare it first (> 0).")
+        raise DeclarationError(
+            f"from_mask needs a bool or int mask [bs, width], got {found}; reduce it to one value a position (any), and"
+            " compare floats first (> 0)."
+        )
     if not isinstance(max_spans, int) or max_spans < 1:
         raise DeclarationError(f"from_mask(max_spans={max_spans!r}): expected an int of at least 1.")
     valid = mask if mask.dtype is torch.bool else mask != 0
@@ -444,9 +449,13 @@ def _named_spans(fqn: str, names: Any) -> dict[str, Span]:
 def source_of(module: nn.Module, method: str) -> str:
     try:
         function = inspect.unwrap(getattr(type(module), method))
-        return f"{inspect.getsourcefile(function)}:{function.__code__.co_firstlineno}"
+        first = function.__code__.co_firstlineno  # a decorator's, if there is one
+        file = str(inspect.getsourcefile(function))
     except (TypeError, AttributeError):
         return ""
+    lines = itertools.islice(linecache.getlines(file), first - 1, None)
+    skipped = sum(1 for _ in itertools.takewhile(lambda line: not line.lstrip().startswith(("def ", "async ")), lines))
+    return f"{file}:{first + skipped if linecache.getline(file, first + skipped) else first}"
 
 
 def _adapt(

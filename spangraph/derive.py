@@ -13,7 +13,7 @@ from spangraph.errors import PipelineError
 from spangraph.passes.marks import find_marks, hoist_marks
 from spangraph.passes.nodes import storage_roots, where
 from spangraph.pipeline import Edge, Node
-from spangraph.structure import normalise_call, split_call
+from spangraph.structure import example_args, normalise_call, split_call
 from spangraph.tracer import trace_model
 
 _UNNAMED = "output"  # what a submodule gives beside its spanned outputs
@@ -34,7 +34,7 @@ def derive_pipeline(
     declarations = {d.fqn: d for d in find_declarations(model, walk) if d.names}
     if not declarations:
         raise PipelineError(f"no submodule of {type(model).__name__} declares spanned outputs on walk {walk!r}.")
-    args, kwargs = normalise_call(inspect.signature(model.forward), tuple(args), dict(kwargs))
+    args, kwargs = normalise_call(inspect.signature(model.forward), example_args(args), dict(kwargs))
     call, tensors = split_call(args, kwargs)
     trace = trace_model(model, walk, call, tensors, tracer="export", verify="off")
     gm = hoist_marks(trace.gm)

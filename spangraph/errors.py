@@ -54,7 +54,15 @@ class HostReadError(TraceError):
 
 
 class PipelineError(SpangraphError, ValueError):
-    """A pipeline, or the file it comes from, names what does not exist, twice, or what cannot start."""
+    """A pipeline, or the file it comes from, names what does not exist, twice, or what cannot start.
+
+    Attributes:
+        problems: one line each, beginning with a key path.
+    """
+
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        super().__init__("\n  ".join((f"{message}:" if problems else message, *problems)))
+        self.problems = tuple(problems)
 
 
 class VerificationError(SpangraphError, ValueError):

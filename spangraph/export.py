@@ -7,6 +7,7 @@ import inspect
 import logging
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO, cast
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.fx.graph import CodeGen
+from torch.fx.proxy import TracerBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spangraph.declare import Declaration
@@ -22,7 +24,7 @@ from spangraph.errors import SpangraphError, TraceError
 from spangraph.host_state import Change, HostState, storage_key
 from spangraph.marking import Marking, check_marked, marked_tensors
 from spangraph.passes.host_reads import erase_dead_nodes
-from spangraph.passes.nodes import placeholders, storage_roots, written
+from spangraph.passes.nodes import is_user_file, placeholders, storage_roots, written
 from spangraph.structure import CallSpec, flatten_output
 from spangraph.trace import HostStateError, Trace, run_mode, trace_of
 from spangraph.watch import Calls, written_by
@@ -168,7 +170,7 @@ def export_model(
 
 def _export(root: _Root, tensors: Sequence[Tensor], inference: bool) -> fx.GraphModule:
     try:
-        with run_mode(inference), warnings.catch_warnings(), _quiet(), _refuse_writes(root.model):
+        with run_mode(inference), warnings.catch_warnings(), _quiet(), _user_frames(), _refuse_writes(root.model):
             warnings.simplefilter("ignore")  # export warns of its own internals
             exported = torch.export.export(root, tuple(tensors), strict=False)
             if "check_guards" in inspect.signature(exported.module).parameters:
@@ -184,6 +186,22 @@ def _export(root: _Root, tensors: Sequence[Tensor], inference: bool) -> fx.Graph
             cause = cause.__cause__ or cause.__context__
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise TraceError(f"torch.export failed: {type(error).__name__}: {first}") from error
+
+
+@contextlib.contextmanager
+def _user_frames() -> Iterator[None]:
+    """Let nodes keep the user's frames: helpers and methods, too. Export keeps frames of functions called forward."""
+    filtered = TracerBase._filter_traceback_frames
+
+    def keep_users(self: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
+        kept = traceback.StackSummary([frame for frame in frames if is_user_file(frame.filename)])
+        return kept or filtered(self, frames)
+
+    TracerBase._filter_traceback_frames = keep_users  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        TracerBase._filter_traceback_frames = filtered  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import inspect
 import itertools
 import linecache
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import _device_constructors
 
 from spangraph.cut_hints import Position, cut_hint
+from spangraph.declare import Declaration
 from spangraph.diagnostics import Diagnostic
 from spangraph.host_state import preserve_random, storage_key
 from spangraph.passes.host_reads import diagnose_read, read_by
@@ -48,6 +49,7 @@ def find_capture_hazards(
     run: Callable[..., Any],
     tensors: Sequence[Tensor],
     generators: Sequence[torch.Generator] = (),
+    declared: Callable[[], Iterable[tuple[Declaration, str, Tensor]]] = tuple,
 ) -> list[Diagnostic]:
     """Run a forward, and say what of it a capture cannot hold: SG401 host reads, SG402 copies between the device and
     pageable memory, SG403 host tensors among device tensors (a warning), SG404 host state, SG405 writes to inputs.
@@ -56,6 +58,7 @@ def find_capture_hazards(
 
     Args:
         run: calls the model on `tensors`.
+        declared: after a run, the spans that it returned, which must not be made on the host (SG105).
 
     Returns:
         One diagnostic per rule, line and finding, with the number of times, in order of first occurrence.
@@ -67,6 +70,11 @@ def find_capture_hazards(
     for label in changed:
         what = f"the forward changes {label} at every call, which a replay cannot repeat."
         watch.report("SG404", what, "keep such state in a buffer, written in place.", node=label)
+    for declaration, name, spans in declared():
+        if watch.is_host(spans) and not watch.is_real:
+            what = f"the spans of {name!r} are made on the host."
+            fix = "make them on the device of the output, from tensors that are there (device=x.device)."
+            watch.found["SG105", declaration.where, name] = Diagnostic("SG105", what, declaration.where, name, fix)
     return list(watch.found.values())
 
 
@@ -231,7 +239,7 @@ class _HazardCalls(Calls):
         if not isinstance(data, Tensor):
             if name in _FROM_DATA and not all(map(hazards.is_host, tensors_in(data))):
                 hazards._note(f"the values of a list of tensors (torch.{name})")
-            elif name in _FROM_DATA and target is False:
+            elif name in _FROM_DATA and target is False and data not in ([], ()):
                 hazards.note_copy("Python numbers to the device")
             return name in _FROM_DATA
         if name in _MOVES and target is not None:

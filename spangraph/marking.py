@@ -35,7 +35,7 @@ class Marking:
         self.values: dict[tuple[str, str], tuple[Tensor, Tensor | None]] = {}
         self._declarations = declarations
         self._emit = emit
-        self._seen: list[Tensor] = []  # spans as the modules returned them
+        self.returned: list[tuple[Declaration, str, Tensor]] = []  # spans as the modules returned them
         self._refuse = refuse or _raise
         self._versions: list[tuple[MarkInfo, Tensor, int]] = []
         self._calls: Counter[int] = Counter()
@@ -150,7 +150,7 @@ class Marking:
             )
         self.infos[key, name] = MarkInfo(key, declaration.fqn, name, span, declaration.where)
         if spans is not None:
-            self._seen.append(spans)
+            self.returned.append((declaration, name, spans))
         if not self._emit:
             # No pass sees what is written later: snapshot what is staged, and watch the value.
             if spans is None:
@@ -167,7 +167,7 @@ class Marking:
 
     def is_declared(self, spans: Tensor) -> bool:
         """Whether a declaring submodule returned these spans."""
-        return any(seen is spans for seen in self._seen)
+        return any(seen is spans for _, _, seen in self.returned)
 
 
 def _raise(error: DeclarationError) -> None:

@@ -12,7 +12,7 @@ import pkgutil
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from spangraph.declare import find_declarations
+from spangraph.diagnostics import Diagnostic
 from spangraph.errors import PipelineError
 from spangraph.passes.nodes import is_user_file
 from spangraph.report import Report
@@ -116,7 +117,8 @@ class Pipeline:
     Attributes:
         nodes, edges: see `Node` and `Edge`.
         walks: names of the walks.
-        speculation_depth: how many launches a worker may start, one on top of the other, before the cut of a step.
+        speculation_depth: how many launches a worker may start, one on top of the other, before the cut of a step. What
+            can be started is the same at any depth above 0; how many steps are open at once is not.
         ring_depth: steps of a worker that may be open at once; None: as many as speculation asks for.
 
     Raises:
@@ -132,7 +134,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         if problems := list(_problems(self)):
-            raise PipelineError("the pipeline is not whole:\n" + "\n".join(f"  {problem}" for problem in problems))
+            raise PipelineError("the pipeline is not whole", problems)
 
     @classmethod
     def from_toml(cls, path: str | PathLike[str]) -> Pipeline:
@@ -157,11 +159,11 @@ class Pipeline:
         Raises:
             PipelineError: naming the file and the key path of what is unknown, of the wrong type, or missing.
         """
-        text = Path(path).read_text(encoding="utf-8")
         try:
+            text = Path(path).read_text(encoding="utf-8-sig")
             table = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise PipelineError(f"{path}: {error}") from None
+        except (OSError, ValueError) as error:  # not there, not text, not TOML
+            raise PipelineError(f"{path} cannot be read: {error}") from None
         return _Reader(path, text).pipeline(table)
 
     @classmethod
@@ -182,9 +184,12 @@ class Pipeline:
             args, kwargs: example inputs.
             workers: worker of each node by the submodule's name; default one for all.
 
+        This is for a model that is to be served in parts: compiled whole, it is one graph and nothing is speculated on.
+
         Raises:
             TraceError: if the model does not export.
-            PipelineError: if `workers` names what does not declare.
+            DeclarationError: if its declarations do not fit.
+            PipelineError: if `workers` names what does not declare, or nothing does.
         """
         from spangraph.derive import derive_pipeline
 
@@ -213,20 +218,28 @@ class Pipeline:
 
         if walk is not None and walk not in self.walks:
             raise PipelineError(f"walk {walk!r} is not one of {list(self.walks)}.")
-        walks = self.walks if walk is None else (walk,)
-        return Report([diagnostic for name in walks for diagnostic in find_conflicts(self, name)])
+        found: dict[Diagnostic, list[str]] = {}
+        for name in self.walks if walk is None else (walk,):
+            for diagnostic in find_conflicts(self, name):
+                found.setdefault(diagnostic, []).append(repr(name))
+        return Report([replace(d, message=f"on walk {' and '.join(walks)}, {d.message}") for d, walks in found.items()])
 
 
 def _problems(pipeline: Pipeline) -> Iterator[str]:
     """What is unknown, named twice, or cannot start, each with its key path."""
+    if wrong := list(_wrong_types(pipeline)):
+        yield from wrong
+        return
     names = [node.name for node in pipeline.nodes]
+    if not names:
+        yield "nodes: none; expected at least one."
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"nodes.{name}: {names.count(name)} nodes have this name."
     if not pipeline.walks or len(set(pipeline.walks)) < len(pipeline.walks):
         yield f"walks: {list(pipeline.walks)}; expected different names, at least one."
     for key, least in (("speculation_depth", 0), ("ring_depth", 1)):
         value = getattr(pipeline, key)
-        if value is not None and (not isinstance(value, int) or value < least):
+        if value is not None and (type(value) is not int or value < least):
             yield f"{key}: {value!r}; expected a whole number, at least {least}."
     known = {node.name: node for node in pipeline.nodes}
     outputs: dict[str, set[str]] = {}
@@ -249,6 +262,8 @@ def _problems(pipeline: Pipeline) -> Iterator[str]:
             )
         if edge.target not in known:
             yield f"{key}.target: {edge.target!r} names no node of {names}."
+        if edge.walks is not None and not edge.walks:
+            yield f"{key}.walks: none; leave it out for all walks."
         if edge.walks is not None and (strange := sorted(set(edge.walks) - set(pipeline.walks))):
             yield f"{key}.walks: unknown walks {strange}; the pipeline has {list(pipeline.walks)}."
         for walk in pipeline.walks if edge.walks is None else edge.walks:
@@ -265,73 +280,119 @@ def _problems(pipeline: Pipeline) -> Iterator[str]:
         waiting = set(known)
         while started := {n for n in waiting if not any(e.target == n and e.node in waiting for e in edges)}:
             waiting -= started
+        while ended := {n for n in waiting if not any(e.node == n and e.target in waiting for e in edges)}:
+            waiting -= ended  # these wait for the cycles only
         for name in sorted(waiting):
             yield (
-                f"nodes.{name}: unreachable on walk {walk!r}; it waits for itself over {sorted(waiting)}. One edge of"
-                " the cycle must be loop_back."
+                f"nodes.{name}: unreachable on walk {walk!r}; it waits for itself. One edge of the cycle, among"
+                f" {sorted(waiting)}, must be loop_back."
             )
 
 
+def _wrong_types(pipeline: Pipeline) -> Iterator[str]:
+    """What Python lets through, and TOML does not: a string for a list of names, a number for a worker."""
+
+    def are_names(value: object) -> bool:
+        return isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(n, str) for n in value)
+
+    if not are_names(pipeline.walks):
+        yield f"walks: {pipeline.walks!r}; expected a list of strings."
+    for i, node in enumerate(pipeline.nodes):
+        if not isinstance(node, Node) or not isinstance(node.name, str) or not node.name:
+            yield f"nodes[{i}]: {node!r}; expected a Node with a name."
+            continue
+        key = f"nodes.{node.name}"
+        parts = node.spanned.values() if isinstance(node.spanned, Mapping) else [node.spanned]
+        if not all(map(are_names, parts)):
+            yield f"{key}.spanned: {node.spanned!r}; expected {_describe('spanned', None)}."
+        if not are_names(node.outputs):
+            yield f"{key}.outputs: {node.outputs!r}; expected a list of strings."
+        for name in ("worker", "group"):
+            if not isinstance(value := getattr(node, name), str):
+                yield f"{key}.{name}: {value!r}; expected a string."
+        if not isinstance(node.module, nn.Module | None):
+            yield f"{key}.module: {node.module!r}; expected an nn.Module."
+    for i, edge in enumerate(pipeline.edges):
+        if not isinstance(edge, Edge) or not isinstance(edge.source, str) or not isinstance(edge.target, str):
+            yield f"edges[{i}]: {edge!r}; expected an Edge from 'node.output' to a node's name."
+        elif edge.walks is not None and not are_names(edge.walks):
+            yield f"edges[{i}].walks: {edge.walks!r}; expected a list of strings."
+
+
 class _Reader:
-    """Builds a pipeline from a parsed TOML file, and knows on which line each node and edge stands."""
+    """Builds a pipeline from a TOML file; knows the line of each node and edge, and collects what is wrong."""
 
     def __init__(self, path: str | PathLike[str], text: str) -> None:
         self._path = path
         self._lines = text.splitlines()
+        self._problems: list[str] = []
 
     def pipeline(self, table: Mapping[str, Any]) -> Pipeline:
-        table = self._checked("", table, Pipeline, {"nodes": dict, "edges": list})
+        table = self._checked("", 0, table, Pipeline, {"nodes": dict, "edges": list})
         nodes = [self._node(name, value) for name, value in table.pop("nodes", {}).items()]
         edges = [self._edge(i, value) for i, value in enumerate(table.pop("edges", []))]
         try:
-            return Pipeline(nodes, edges, **table)
+            if not self._problems:
+                return Pipeline(nodes, edges, **table)
         except PipelineError as error:
-            raise PipelineError(f"{self._path}: {error}") from None
+            self._problems += error.problems
+        raise PipelineError(f"{self._path} does not describe a pipeline", self._problems)
 
     def _node(self, name: str, value: Any) -> Node:
         key = f"nodes.{name}"
-        table = self._checked(key, value, Node, {"module": str, "spanned": (dict, list)})
+        line = self._line(rf"\s*\[\s*nodes\s*\.\s*[\"']?{re.escape(name)}[\"']?\s*\]", 0)
+        table = self._checked(key, line, value, Node, {"module": str, "spanned": (dict, list)})
         if (given := table.get("module")) is not None:
-            table["module"] = self._load(f"{key}.module", given)
-        return Node(name, **table, where=self._where(rf"\s*\[\s*nodes\s*\.\s*[\"']?{re.escape(name)}[\"']?\s*\]", 0))
+            table["module"] = self._load(f"{key}.module (line {line})", given)
+        return Node(name, **table, where=f"{self._path}:{line}")
 
     def _edge(self, index: int, value: Any) -> Edge:
-        key = f"edges[{index}]"
-        table = self._checked(key, value, Edge, {})
+        key, line = f"edges[{index}]", self._line(r"\s*\[\[\s*edges\s*\]\]", index)
+        table = self._checked(key, line, value, Edge, {})
         for required in ("source", "target"):
             if required not in table:
-                raise PipelineError(f"{self._path}: {key}.{required} is missing.")
-        return Edge(**table, where=self._where(r"\s*\[\[\s*edges\s*\]\]", index))
+                self._problems.append(f"{key}.{required} (line {line}) is missing.")
+                table[required] = ""
+        return Edge(**table, where=f"{self._path}:{line}")
 
-    def _where(self, header: str, nth: int) -> str:
+    def _line(self, header: str, nth: int) -> int:
         found = [i for i, line in enumerate(self._lines, 1) if re.match(header, line)]
-        if nth >= len(found):  # written inline
-            found, nth = [i for i, line in enumerate(self._lines, 1) if re.match(r"\s*(nodes|edges)\b", line)] or [1], 0
-        return f"{self._path}:{found[nth]}"
+        if nth < len(found):
+            return found[nth]
+        inline = (i for i, line in enumerate(self._lines, 1) if re.match(r"\s*\[*\s*(nodes|edges)\b", line))
+        return next(inline, 1)
 
-    def _load(self, key: str, name: str) -> nn.Module:
+    def _load(self, key: str, name: str) -> nn.Module | None:
         try:
             found = pkgutil.resolve_name(name)
             module = found if isinstance(found, nn.Module) else found()
-        except Exception as error:
-            raise PipelineError(f"{self._path}: {key}: {name!r} cannot be loaded: {error}") from error
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - any code of the user's
+            self._problems.append(f"{key}: {name!r} cannot be loaded: {type(error).__name__}: {error}")
+            return None
         if not isinstance(module, nn.Module):
-            raise PipelineError(f"{self._path}: {key}: {name!r} gives a {type(module).__name__}, not an nn.Module.")
+            self._problems.append(f"{key}: {name!r} gives a {type(module).__name__}, not an nn.Module.")
+            return None
         return module
 
-    def _checked(self, key: str, value: Any, cls: type, special: Mapping[str, Any]) -> dict[str, Any]:
-        """A table with known keys and values of the right types only."""
+    def _checked(self, key: str, line: int, value: Any, cls: type, special: Mapping[str, Any]) -> dict[str, Any]:
+        """What of a table has a known key and a value of the right type; the rest is noted."""
+        at = f" (line {line})" if line else ""
         if not isinstance(value, dict):
-            raise PipelineError(f"{self._path}: {key} is {value!r}; expected a table.")
+            self._problems.append(f"{key}{at} is {value!r}; expected a table.")
+            return {}
         kinds = {f.name: special.get(f.name, _TOML_KINDS[str(f.type)]) for f in fields(cls) if f.name not in _NO_KEYS}
+        right = {}
         for name, given in value.items():
-            path = f"{key}.{name}" if key else name
+            path = f"{key}.{name}{at}" if key else name
             if name not in kinds:
-                raise PipelineError(f"{self._path}: {path} is not known; expected one of {sorted(kinds)}.")
-            right = isinstance(given, kinds[name]) and (kinds[name] is bool or not isinstance(given, bool))
-            if not right or not (name in ("nodes", "edges") or _holds_names(given)):
-                raise PipelineError(f"{self._path}: {path} is {given!r}; expected {_describe(name, kinds[name])}.")
-        return dict(value)
+                self._problems.append(f"{path} is not known; expected one of {sorted(kinds)}.")
+                continue
+            fits = isinstance(given, kinds[name]) and (kinds[name] is bool or not isinstance(given, bool))
+            if fits and (name in ("nodes", "edges") or _holds_names(given)):
+                right[name] = given
+            else:
+                self._problems.append(f"{path} is {given!r}; expected {_describe(name, kinds[name])}.")
+        return right
 
 
 _NO_KEYS = ("name", "where")

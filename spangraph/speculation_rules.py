@@ -89,10 +89,11 @@ def _conflict(pipeline: Pipeline, walk: str, edge: Edge) -> Diagnostic:
     elsewhere = "" if own else f", put {target.name!r} on another worker than {source.worker!r}"
     return Diagnostic(
         rule,
-        f"{taker} may start on {edge.source!r} before its rows are cut, and would read padding (walk {walk!r}).",
+        f"{taker} may start on {edge.source!r} before its rows are cut, and would read padding.",
         edge.where,
         str(edge),
-        f"turn async scheduling off for {ends}{elsewhere}, or let {target.name!r} take the spans (takes_spans).",
+        f"set enable_async_scheduling = false or lockstep = true for {ends}{elsewhere}, or, if {target.name!r} takes"
+        " the spans too and masks padding itself, takes_spans = true on this edge.",
         related=(
             (f"node {source.name!r}", source.where),
             *(() if own else ((f"node {target.name!r}", target.where),)),
@@ -122,7 +123,7 @@ def _full_rings(pipeline: Pipeline, walk: str, speculation: _Speculation) -> Ite
             yield Diagnostic(
                 "SG304",
                 f"worker {node.worker!r} may have {depth + 1} steps open at once ({launches}), but its ring has room"
-                f" for {depth} (walk {walk!r}).",
+                f" for {depth}.",
                 node.where,
                 f"worker {node.worker}",
                 f"make ring_depth speculation_depth + 1 = {pipeline.speculation_depth + 1}, or speculate less deep.",
@@ -154,8 +155,8 @@ def _different_ranks(pipeline: Pipeline, walk: str) -> Iterator[Diagnostic]:
         if mine != theirs:
             yield Diagnostic(
                 "SG501",
-                f"ranks of group {node.group!r} declare different spanned outputs on walk {walk!r}: {node.name!r}"
-                f" {mine}, {other.name!r} {theirs}.",
+                f"ranks of group {node.group!r} declare different spanned outputs: {node.name!r} {mine},"
+                f" {other.name!r} {theirs}.",
                 node.where,
                 node.name,
                 "declare the same outputs on every rank: a step returns spans on all of them or on none.",

@@ -70,6 +70,17 @@ class CallSpec:
         return args, kwargs
 
 
+def example_args(args: Any) -> tuple[Any, ...]:
+    """Example inputs as a tuple.
+
+    Raises:
+        InputError: for a lone tensor.
+    """
+    if not isinstance(args, tuple | list):
+        raise InputError(f"args is a {type(args).__name__}: expected a tuple of the model's inputs, such as (x,).")
+    return tuple(args)
+
+
 def split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallSpec, list[Tensor]]:
     """The tensors of a call, and how to rebuild it around them.
 
@@ -100,7 +111,11 @@ def flatten_output(out: Any) -> tuple[list[Tensor], list[Any], list[Any], pytree
         TraceError: if a leaf holds tensors in a class that pytree does not know.
     """
     _register_dataclasses(out)
-    paths, spec = pytree.tree_flatten_with_path(out)
+    try:
+        paths, spec = pytree.tree_flatten_with_path(out)
+    except ValueError:  # a class that was registered without keys
+        leaves, spec = pytree.tree_flatten(out)
+        paths = [((), leaf) for leaf in leaves]
     tensors: list[Tensor] = []
     template: list[Any] = []
     for _, leaf in paths:

@@ -30,6 +30,10 @@ def apply_comments(found: Iterable[Diagnostic]) -> list[Diagnostic]:
         if file not in comments:
             comments[file] = _comments(file)
         applied.append(_apply(diagnostic, comments[file].get(line or 0, "")))
+        for what, place in diagnostic.related:
+            if what == "called from" and applied[-1].allowed is None:  # the user's own line, where a library reads
+                file, line = split_where(place)
+                applied[-1] = _apply(applied[-1], comments.setdefault(file, _comments(file)).get(line or 0, ""))
     return applied
 
 

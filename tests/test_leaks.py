@@ -211,4 +211,5 @@ def test_a_diagnostic_says_operator_line_reach_and_way_out() -> None:
     )
     assert "mean mixes positions of 'mel' along dim -1" in mean.message
     assert "every valid position" in mean.message
-    assert "torch.where(mask, x, 0)" in mean.fix
+    assert "torch.where(mask, x, 0)" in conv.fix
+    assert "a masked sum by the number of them" in mean.fix

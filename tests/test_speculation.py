@@ -139,7 +139,7 @@ def test_one_walk_at_a_time() -> None:
     pipeline = Pipeline([talker, B, C], [AB, Edge("b.x", "c", walks=["listen"])], ["talk", "listen"])
     assert SpeculatingExecutor(pipeline, device=DEVICE).conflicts() == {("a.x", "b")}
     assert SpeculatingExecutor(pipeline, "listen", device=DEVICE).conflicts() == {("b.x", "c")}
-    assert SpeculatingExecutor(Pipeline([], []), device=DEVICE).conflicts() == set()
+    assert SpeculatingExecutor(Pipeline([B]), device=DEVICE).conflicts() == set()
 
 
 def test_a_conflict_says_how() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -290,6 +292,50 @@ def test_a_comment_allows_a_finding_on_its_line() -> None:
     assert [found.rule for found in report.warnings] == ["SG201"]
 
 
+def test_reads_that_an_export_leaves_out_are_warnings_unless_strict() -> None:
+    """What compile traces around: branches of eager runs, assertions, buffers that are numbers."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting() and x.max() > 1e9:
+            return x
+        return F.pad(x, (int(self.amount), 0))
+
+    model = plain(forward)
+    model.register_buffer("amount", torch.tensor(2))
+    report = verify(model, (MEL,))
+    assert [(found.rule, found.severity) for found in report.diagnostics] == [("SG401", "warning")] * 2
+    assert report.warnings[0].fix.startswith("spangraph.compile traces around it")
+    assert [found.rule for found in verify(model, (MEL,), strict=True).errors] == ["SG401", "SG401"]
+    with spangraph.compile(model) as compiled:
+        assert torch.equal(compiled(MEL), F.pad(MEL, (2, 0)))
+
+
+def test_spans_that_are_made_on_the_host() -> None:
+    def forward(self: Spanned, x: Tensor, lengths: Tensor) -> SpannedOutput:
+        return self.spanned(x, torch.tensor([3, 5]))
+
+    def on_device(self: Spanned, x: Tensor, lengths: Tensor) -> SpannedOutput:
+        return self.spanned(x, torch.full((2,), 3, device=x.device))
+
+    assert [found.rule for found in verify(spanned(forward), batch()).errors] == ["SG105"]
+    assert not verify(spanned(on_device), batch()).errors
+
+
+def test_a_comment_where_the_users_code_enters_a_library_allows_what_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_library.py").write_text("def peak(x):\n    return x.max().item()\n")
+    (tmp_path / "an_engine.py").write_text(
+        "import a_library\nfrom torch import nn\nclass M(nn.Module):\n    def forward(self, x):\n"
+        "        return x * a_library.peak(x)  # spangraph: allow SG401 once, at start-up\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = importlib.import_module("an_engine").M()
+    (found,) = verify(model, (MEL,)).diagnostics
+    assert found.where == f"{tmp_path / 'a_library.py'}:2"
+    assert found.allowed == "once, at start-up"
+
+
 # ---- compile runs the checks -----------------------------------------------------------------------------------------
 
 
@@ -304,6 +350,12 @@ def test_compile_refuses_a_pipeline_with_conflicts() -> None:
         spangraph.compile(Toy(), pipeline=bad, verify="off").close()
         good = Pipeline([Node("a", spanned=("audio",)), Node("b", worker="1")], [Edge("a.audio", "b")])
         spangraph.compile(Toy(), pipeline=good).close()
+        model = Toy()
+        spangraph.compile(model, pipeline=Pipeline([Node("a", module=model)])).close()
+    with pytest.raises(InputError, match=r"no node of the pipeline is this model.*\['audio'\]"):
+        spangraph.compile(Toy(), pipeline=Pipeline([Node("a", spanned=("codes",))]))
+    with pytest.raises(InputError, match="pipeline is a str"):
+        spangraph.compile(Toy(), pipeline="pipeline.toml")
 
 
 def test_compile_refuses_with_all_that_cannot_be_captured() -> None:
