@@ -171,7 +171,7 @@ def _bad_spans(marking: Marking) -> Iterator[Diagnostic]:
 
 
 def _traced_around(read: Diagnostic) -> Diagnostic:
-    """A read that the exported graph does not have: a branch or an assertion of eager runs, a buffer that is a number."""
+    """A read that the exported graph does not have: a branch or assertion of eager runs, a buffer that is a number."""
     note = "spangraph.compile traces around it; a capture of your own would stall or break:"
     return replace(read, severity="warning", fix=f"{note} {read.fix}")
 
