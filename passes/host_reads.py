@@ -74,6 +74,8 @@ def read_by(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str | N
             "output_size", args[positional] if positional is not None and len(args) > positional else None
         )
         return "the sum of repeats (repeat_interleave without output_size)" if positional and size is None else None
+    if name == "aten::tensor_split" and isinstance(args[1], Tensor):
+        return "where to split (tensor_split at a tensor of indices)"
     if name == "aten::where" and len(args) == 1 and not kwargs:
         return "how many values are non-zero (where with one argument)"
     if name in ("aten::linspace", "aten::logspace") and any(isinstance(bound, Tensor) for bound in args[:2]):

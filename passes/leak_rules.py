@@ -29,12 +29,14 @@ class Track:
         spans: the dim, and how positions moved.
         before, after: in which rows what lies before and after the valid positions may hold padding: those shorter
             than so many positions of the source; 0 in none, `inf` in any.
+        width: size of the source's dim.
     """
 
     axis: str
     spans: SpanMap
     before: float
     after: float
+    width: int
 
     @property
     def dim(self) -> int:
@@ -61,6 +63,13 @@ class Track:
                 slack, rounded = (slack + rounded) * abs(move.scale), Fraction(0)
             slack, rounded = slack / move.step, (rounded + move.step - 1) / move.step
         return rate, offset, slack
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether some of the source's positions are gone."""
+        rate, offset, _ = self.affine
+        ends = offset, rate * self.width + offset
+        return min(ends) < 0 or max(ends) > (self.moves[-1].width if self.moves else self.width)
 
     def misses(self, other: Track) -> tuple[float, float]:
         """How far `other` begins after this track, and ends before it, in positions that lie together now."""
@@ -104,7 +113,9 @@ _all = partial(Effect, before=inf, after=inf)
 _CHOSEN = "it chooses them by an index"
 _BROADCAST = "it broadcasts a spanned dim"
 
-PADS = packets("pad reflection_pad1d reflection_pad2d reflection_pad3d")
+PADS = packets(
+    "pad reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d"
+)
 # These choose rows, or positions, by values.
 ROUTES = packets("index_select index gather take_along_dim scatter scatter_add index_add index_put")
 _MIXERS = packets(
@@ -141,8 +152,11 @@ def effect_of(packet: Any, call: Call, name: str, track: Track, index: int) -> E
         return _all(found, reason="its statistics are taken over them")
     if packet in _ALONG and track.dim in call.dims():
         return Effect(found, inf, inf if packet in _SOFTMAX else 0, "it runs along them")
-    if packet in _BLENDS and track.dim > 1 and (factor := call.outs[index][track.dim] // call.shape[track.dim]) > 1:
+    if packet in _BLENDS and track.dim > 1 and call.outs[index] != call.shape:
+        factor = call.outs[index][track.dim] // call.shape[track.dim]
         further = factor if "bicubic" in call.op else 0
+        if factor == 1 and not further:
+            return Effect(found)
         # Position 0 is blended with position 1, with weight 0, which NaN survives.
         return Effect(found, ceil(factor / 2) + further, factor + further, "it interpolates between neighbours")
     return Effect(found)
@@ -222,7 +236,8 @@ def elementwise(track: Track, shape: Sequence[int], out: Sequence[int]) -> Effec
 
 def _one_for_all(track: Track, at: int) -> Effect:
     """One position is taken for all: padding, unless it is the first, and rows begin there."""
-    return Effect(None, inf, inf if at > track.origin or track.is_reversed else 0, "it takes one of them for all")
+    _, end = track.spans.apply(0, 0, 1)  # an empty one if it was dropped
+    return Effect(None, inf, 0 if at < end and not track.is_reversed else inf, "it takes one of them for all")
 
 
 def _select(call: Call, name: str, track: Track, index: int) -> Effect:

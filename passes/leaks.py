@@ -135,19 +135,23 @@ class _Follower:
             base = self._bases[node] = self._bases[origin] if origin is not None else node
             self._views.setdefault(base, []).append(node)
             if node.op == "call_function" and any(self._tracks(source) for source in node.all_input_nodes):
+                targets = [(target, self._tracks(target)) for target in written(node)]
                 self._add(node, self._follow(node))
-                for target in written(node):
-                    self._write(node, target)
+                for target, known in targets:
+                    self._write(node, target, known)
         return sorted(self._leaks.values(), key=lambda leak: self._order[leak.node]), self._states
 
     def _begin(self, source: Source) -> None:
         """Give the source, and what it is a view of, its tracks."""
-        ends = (inf if source.padding in ("both", side) else 0 for side in ("left", "right"))
-        before, after = ends
-        state: _State = (Track(ROWS, SpanMap(None, (0,), ((),)), 0, inf),)  # padding rows come last
+        before, after = (inf if source.padding in ("both", side) else 0 for side in ("left", "right"))
+        shape = shape_of(source.node)
+        # Padding rows come last; but rows are not alike: where one has data, one before it may have padding.
+        rows = Track(ROWS, SpanMap(None, (0,), ((),)), inf if source.dims else 0, inf, shape[0] if shape else 0)
+        state: _State = (rows,)
         for dim in source.dims:
-            place = dim % len(shape_of(source.node))
-            state += (Track(f"{source.label!r} along dim {dim}", SpanMap(None, (place,), ((),)), before, after),)
+            place = dim % len(shape)
+            label = f"{source.label!r} along dim {dim}"
+            state += (Track(label, SpanMap(None, (place,), ((),)), before, after, shape[place]),)
         node: fx.Node | None = source.node
         while node is not None:
             self._add(node, state)
@@ -174,8 +178,10 @@ class _Follower:
         if not isinstance(target, OpOverload):
             return self._unknown(node)
         packet, args, result = target.overloadpacket, bind(node, target), val(node)
-        if target.namespace == "spangraph" or not target._schema.returns or packet in places.SHAPE_ONLY:
+        if target.namespace == "spangraph" or packet in places.SHAPE_ONLY:
             return ()
+        if not target._schema.returns:
+            return self._unknown(node) if written(node) else ()
         if packet in places.LIKE_OTHER:
             args.pop("other", None)
         operands = [(name, source) for name, given in args.items() for source in nodes_in([given])]
@@ -184,17 +190,16 @@ class _Follower:
             args["ahead"] = places.ahead(args, [source for _, source in operands])
         several = isinstance(result, list | tuple)
         outs = tuple(shape_of_result(out) for out in (result if several else [result]))
+        if not places.are_static(*outs, *(shape_of(source) for _, source in operands)):
+            return self._unknown(node, "a size is only known when it runs")
         found: list[_State] = []
         for index in range(len(outs)):
             if several and not _is_used(node, index):
                 found.append(())
                 continue
             tracks = [
-                self._land(
-                    node, packet, track, short, self._effect(node, packet, args, name, source, outs, track, index)
-                )
+                self._land(node, packet, track, self._effect(node, packet, args, name, source, outs, track, index))
                 for name, source in operands
-                for short in [any(other.axis != ROWS for other in self._tracks(source))]
                 for track in self._tracks(source)
             ]
             found.append(self._join(node, [track for track in tracks if track is not None]))
@@ -220,14 +225,10 @@ class _Follower:
         call = Call(str(node.target), args, shape, outs, partial(places.landing, node))
         return effect_of(packet, call, name, track, index)
 
-    def _land(self, node: fx.Node, packet: Any, track: Track, short_rows: bool, effect: Effect) -> Track | None:
-        """Note what leaks, and return the track afterwards.
-
-        Args:
-            short_rows: whether positions are followed, too: where a row has data, one before it may have padding.
-        """
+    def _land(self, node: fx.Node, packet: Any, track: Track, effect: Effect) -> Track | None:
+        """Note what leaks, and return the track afterwards."""
         is_rows = track.axis == ROWS
-        before = effect.before if track.before or (is_rows and short_rows) else 0
+        before = effect.before if track.before else 0
         after = effect.after if track.after else 0
         if before or after:
             limit = inf if is_rows else max(track.before if before else 0, track.after if after else 0)
@@ -240,18 +241,27 @@ class _Follower:
         moved = replace(track, spans=effect.spans)
         if moved.is_reversed != track.is_reversed:
             moved = replace(moved, before=track.after, after=track.before)
-        seen = 0.0
-        if packet in PADS and moved.moves != track.moves and (track.before or track.after):
-            args = bind(node, node.target)  # type: ignore[arg-type]
-            copies = str(args.get("mode", node.target))
-            if "reflect" in copies or "circular" in copies:  # of a short row these are copies of padding
-                seen = moved.shorter_than(max(args.get("pad") or args["padding"]) + 1 if "reflect" in copies else inf)
+        copied = self._copied(node, packet, track, moved)
         # What lies before the first valid position has seen what a short row has behind its last one.
-        seen_before = max(seen, moved.shorter_than(after) if after and moved.origin > 0 else 0)
-        seen_after = max(seen, moved.shorter_than(before))
+        seen_before = max(copied, moved.shorter_than(after) if after and moved.origin > 0 else 0)
+        seen_after = max(copied, moved.shorter_than(before))
         if seen_before > moved.before or seen_after > moved.after:
             moved = replace(moved, before=max(moved.before, seen_before), after=max(moved.after, seen_after))
         return moved
+
+    def _copied(self, node: fx.Node, packet: Any, track: Track, moved: Track) -> float:
+        """In which rows copies that an operator pads with hold padding: those shorter than so many positions."""
+        if packet not in PADS or moved.moves == track.moves or not (track.before or track.after):
+            return 0
+        args = bind(node, node.target)  # type: ignore[arg-type]
+        mode = str(args.get("mode", node.target))
+        copies = next((kind for kind in ("reflect", "circular", "replicat") if kind in mode), None)
+        if copies and track.is_cut:  # they stand where positions were cut off, which something else may still have
+            reason = "it fills with copies where positions were cut off"
+            self._note(node, "SG202" if track.axis == ROWS else "SG201", track.axis, inf, inf, reason, inf)
+        if copies == "reflect":
+            return moved.shorter_than(max(args.get("pad") or args["padding"]) + 1)
+        return inf if copies == "circular" else 0
 
     def _join(self, node: fx.Node, tracks: list[Track]) -> _State:
         """All tracks of all operands; those of one axis along one dim must lie at the same place."""
@@ -265,7 +275,7 @@ class _Follower:
             if first.moves != track.moves:
                 before, after = first.misses(track)
                 is_rows = track.axis == ROWS
-                before, after = before if track.before or is_rows else 0, after if track.after else 0
+                before, after = before if track.before else 0, after if track.after else 0
                 if before or after:
                     reason = "it combines positions that lie elsewhere"
                     self._note(node, "SG202" if is_rows else "SG201", track.axis, before, after, reason, inf)
@@ -274,9 +284,9 @@ class _Follower:
                 kept[track.axis, track.dim] = replace(first, before=both[0], after=both[1])
         return tuple(kept.values())
 
-    def _unknown(self, node: fx.Node) -> _State:
+    def _unknown(self, node: fx.Node, reason: str = "its effect on spans is not known") -> _State:
         for axis in {track.axis: None for source in node.all_input_nodes for track in self._tracks(source)}:
-            self._note(node, "SG203", axis, inf, inf, "its effect on spans is not known", inf)
+            self._note(node, "SG203", axis, inf, inf, reason, inf)
         return ()
 
     def _note(
@@ -289,21 +299,35 @@ class _Follower:
 
     # ---- writes ----------------------------------------------------------------------------------------------------
 
-    def _write(self, node: fx.Node, target: fx.Node) -> None:
-        """`node` has written something derived into `target`; the other views of that memory show it from now on."""
+    def _write(self, node: fx.Node, target: fx.Node, known: _State) -> None:
+        """`node` has written something derived into `target`, which had the tracks `known`; the other views of that
+        memory show it from now on."""
         state = self._tracks(node)
         if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
             self._states[target] = state
             return
         sources = [source for source in node.all_input_nodes if source is not target]
         axes = {track.axis: None for source in (node, *sources) for track in self._tracks(source)}
-        for view in self._views[self._bases[target]]:
-            lacking = axes.keys() - {track.axis for track in self._tracks(view)}
-            if aliased(node) is target and (view is target or _is_same_view(view, target)):
-                self._add(view, tuple(track for track in state if track.axis in lacking))
-            elif any(self._order[user] > self._order[node] for user in view.users):
-                for axis in (axis for axis in axes if axis in lacking):
+        changed = [axis for axis in axes if _of(axis, state) != _of(axis, known) or not _of(axis, state)]
+        if not changed:
+            return
+        base, at = self._bases[target], self._order[node]
+        # Views whose last use is behind are of no interest any more.
+        views = self._views[base] = [view for view in self._views[base] if self._last_use(view) > at or view is node]
+        is_whole = aliased(node) is target
+        for view in views:
+            if is_whole and (view is target or _is_same_view(view, target)):
+                self._states[view] = state
+            elif view is not node:
+                for axis in changed:
                     self._note(node, "SG203", axis, inf, inf, f"it writes into the memory of {view}", inf)
+
+    def _last_use(self, node: fx.Node) -> int:
+        return max((self._order[user] for user in node.users), default=-1)
+
+
+def _of(axis: str, state: _State) -> set[Track]:
+    return {track for track in state if track.axis == axis}
 
 
 def _is_used(node: fx.Node, index: int) -> bool:

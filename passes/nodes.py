@@ -63,7 +63,8 @@ def output_node(graph: fx.Graph) -> fx.Node:
 
 def result_nodes(graph: fx.Graph) -> list[fx.Node]:
     """What a flat graph returns, in order."""
-    return list(output_node(graph).args[0])  # type: ignore[arg-type]
+    (results,) = output_node(graph).args
+    return list(results) if isinstance(results, list | tuple) else [results]  # type: ignore[list-item]
 
 
 def _schema(node: fx.Node) -> torch.FunctionSchema | None:
@@ -93,24 +94,30 @@ def written_values(target: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def subgraph(node: fx.Node) -> tuple[fx.GraphModule, list[Any]] | None:
-    """Graph and operands of a higher-order call such as `wrap_with_autocast`, or None."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+    """Graph and operands of a higher-order call of one graph, such as `wrap_with_autocast`, or None."""
+    graphs = _graphs_of(node)
+    if len(graphs) != 1:  # branches and loops: what of them runs is not known
         return None
+    ((i, module),) = graphs
+    return module, list(node.args[i + 1 :])
+
+
+def _graphs_of(node: fx.Node) -> list[tuple[int, fx.GraphModule]]:
+    """The graphs among a higher-order call's arguments, with their places."""
     owner = node.graph.owning_module
-    for i, arg in enumerate(node.args):
-        if isinstance(arg, fx.Node) and arg.op == "get_attr" and owner is not None:
-            module = getattr(owner, str(arg.target), None)
-            if isinstance(module, fx.GraphModule):
-                return module, list(node.args[i + 1 :])
-    return None
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator) or owner is None:
+        return []
+    attributes = [(i, arg) for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg.op == "get_attr"]
+    found = [(i, getattr(owner, str(arg.target), None)) for i, arg in attributes]
+    return [(i, module) for i, module in found if isinstance(module, fx.GraphModule)]
 
 
 def nested_graphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
     """The graph and the graphs in it. Not all of `gm.modules()`: the user's model may hold graphs of its own."""
     yield gm
     for node in gm.graph.nodes:
-        if inner := subgraph(node):
-            yield from nested_graphs(inner[0])
+        for _, inner in _graphs_of(node):
+            yield from nested_graphs(inner)
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
@@ -137,8 +144,12 @@ def _memory(node: fx.Node) -> int | None:
         return None
     known = node.meta.get("memory")
     if known is None or known[0] is not example:
-        known = node.meta["memory"] = example, int(example.untyped_storage()._cdata)
-    return known[1]
+        try:
+            known = example, int(example.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # inside vmap, grad, ...: it has none
+            known = example, None
+        node.meta["memory"] = known
+    return known[1]  # type: ignore[no-any-return]
 
 
 def aliased(node: fx.Node) -> fx.Node | None:

@@ -184,6 +184,8 @@ def _state_of(node: fx.Node, states: _States) -> _State | tuple[_State | None, .
         return states[target_of]
     elif unknown := _first_unknown(operands, states):
         return unknown
+    elif not are_static(*outs, *map(shape_of, operands)):
+        return _unknown(node, "a size is only known when it runs")
     else:
         maps = [state for source in operands if isinstance(state := states[source], SpanMap)]
         reason = _refusal(packet, operands, maps, next(iter(args.values())))
@@ -213,6 +215,11 @@ def _ask(rule: span_maps.Rule, node: fx.Node, call: span_maps.Call, spans: SpanM
     return _unknown(node, found) if isinstance(found, str) else found
 
 
+def are_static(*shapes: _Shape) -> bool:
+    """Whether all sizes are numbers."""
+    return all(isinstance(size, int) for shape in shapes for size in shape)
+
+
 def ahead(args: dict[str, Any], derived: Iterable[fx.Node]) -> int | None:
     """How many positions a `cat` puts before its derived operand; None where several operands are derived."""
     found = set(derived)
@@ -220,7 +227,7 @@ def ahead(args: dict[str, Any], derived: Iterable[fx.Node]) -> int | None:
     if sum(tensor in found for tensor in args["tensors"]) != 1 or not isinstance(dim, int):
         return None
     before = itertools.takewhile(lambda tensor: tensor not in found, args["tensors"])
-    return sum(shape_of(tensor)[dim] for tensor in before)
+    return sum(shape[dim] for tensor in before if (shape := shape_of(tensor)) != (0,))  # an empty cache has one dim
 
 
 def _combine(node: fx.Node, operands: list[fx.Node], states: _States, out: _Shape) -> _State:
@@ -294,7 +301,7 @@ def _landing(
 ) -> int | None:
     if target is torch.ops.aten.numpy_T.default:  # warns unless 2-D
         return len(out) - 1 - dim
-    size = 1 + max(*shape, *out)
+    size = 1 + max((*shape, *out))
     probe = torch.empty((*shape[:dim], size, *shape[dim + 1 :]), dtype=dtype, device="meta")
     probed = target(probe, *args, **kwargs)
     landed = tuple((probed if isinstance(probed, torch.Tensor) else probed[index]).shape)

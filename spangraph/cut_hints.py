@@ -43,7 +43,9 @@ def _hint(tree: ast.AST, read: Any) -> str | None:
         ours = {name: expr for name, expr in names.items() if _inside(read, expr)}
     for _ in names:  # what is computed from them, until nothing is new
         ours |= {name: expr for name, expr in names.items() if _used(expr) & ours.keys() and _is_amount(expr)}
-    for cut, base, bounds in _cuts(nodes):
+    for cut, base, bounds, is_first_dim in _cuts(nodes):
+        if is_first_dim and isinstance(base, ast.Name) and base.id not in loops:
+            continue  # rows are chosen, not cut
         amounts = [bound for bound in bounds if not isinstance(bound, ast.Constant | None)]
         if amounts and (_range(cut) == read or any(_inside(read, a) or _used(a) & ours.keys() for a in amounts)):
             read_names = {name: expr for name, expr in names.items() if any(map(_is_read, ast.walk(expr)))}
@@ -57,31 +59,46 @@ def _hint(tree: ast.AST, read: Any) -> str | None:
     return None
 
 
-def _cuts(nodes: list[ast.AST]) -> Iterator[tuple[ast.expr, ast.expr, list[Any]]]:
-    """Cuts: the expression, what it cuts, and [start, end, length] where given."""
+def _cuts(nodes: list[ast.AST]) -> Iterator[tuple[ast.expr, ast.expr, list[Any], bool]]:
+    """Cuts: the expression, what it cuts, [start, end, length] where given, and whether it cuts the first dim."""
     for node in nodes:
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
-            for part in node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]:
+            for i, part in enumerate(node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]):
                 if isinstance(part, ast.Slice):
-                    yield node, node.value, [part.lower, part.upper, None]
+                    yield node, node.value, [part.lower, part.upper, None], i == 0
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             args = node.args if ast.unparse(node.func.value) == "torch" else [node.func.value, *node.args]
             if node.func.attr == "narrow" and len(args) == 4:
-                yield node, args[0], [args[2], None, args[3]]
+                yield node, args[0], [args[2], None, args[3]], ast.unparse(args[1]) == "0"
             elif node.func.attr == "split" and len(args) > 1:
-                yield node, args[0], [None, None, args[1]]
+                yield node, args[0], [None, None, args[1]], len(args) < 3 or ast.unparse(args[2]) == "0"
 
 
 def _span_text(cut: ast.expr, base: Any, bounds: list[Any], known: dict[str, Any]) -> str:
     is_start = bounds[0] is not None and ast.unparse(bounds[0]) != "0"
     start, end, length = [bound and _Strip(dict(known), is_start).text(bound) for bound in bounds]
     end = "width" if end is None else f"width - {end[1:]}" if end.startswith("-") else end
-    spans = f"{length or f'{end} - {start}'}, start={start}" if is_start else length or end
+    if is_start and not length:
+        length = ast.unparse(ast.BinOp(_expression(end), ast.Sub(), _expression(str(start))))
+    spans = f"{length}, start={start}" if is_start else length or end
     name = _name(base, known)
-    return (
-        f"instead of '{ast.unparse(cut)}', declare {name!r} as spanned: return the padded tensor with"
-        f" output_spans={{{name!r}: spangraph.from_lengths({spans})}} and cut after the step."
+    declare = (
+        f"instead of '{ast.unparse(cut)}', declare {name!r} as spanned: return the padded tensor with output_spans"
     )
+    # What Python does to numbers has to be said in another way for a tensor of all rows.
+    if any(
+        isinstance(node, ast.comprehension | ast.IfExp | ast.Call)
+        for node in ast.walk(_expression(f"f({spans})"))
+        if not (isinstance(node, ast.Call) and (ast.unparse(node.func) == "f" or isinstance(node.func, ast.Attribute)))
+    ):
+        return (
+            f"{declare} made on the device from what {ast.unparse(bounds[1] or bounds[2] or bounds[0])!r} is read from."
+        )
+    return f"{declare}={{{name!r}: spangraph.from_lengths({spans})}} and cut after the step."
+
+
+def _expression(source: str) -> ast.expr:
+    return ast.parse(source, mode="eval").body
 
 
 class _Strip(ast.NodeTransformer):

@@ -155,5 +155,8 @@ def preserve_random() -> Iterator[None]:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Identity of a tensor's memory."""
-    return int(tensor.untyped_storage()._cdata)
+    """Identity of a tensor's memory; of the tensor itself where it has none of that kind (sparse ones)."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        return id(tensor)

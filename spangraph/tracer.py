@@ -22,7 +22,7 @@ from spangraph.trace import HostStateError, Trace, run_mode
 from spangraph.watch import run_watched, settle
 
 # torch.export patches global state: parallel traces break each other.
-_TRACE_LOCK = threading.Lock()
+TRACE_LOCK = threading.Lock()
 
 
 class _Tracing(threading.local):
@@ -53,7 +53,7 @@ def trace_model(
         TraceError, HostReadError, DeclarationError, or what the forward raises.
     """
     refuse_nested()
-    with _TRACE_LOCK:
+    with TRACE_LOCK:
         _tracing.active = True
         try:
             with preserve_random():
@@ -143,7 +143,7 @@ def locate_reads(
     """The same error with all that cannot be captured, and the lines: a graph knows those of forwards at best."""
     run = OpaqueRoot(model, call, find_declarations(model, walk))
     try:
-        with _TRACE_LOCK:
+        with TRACE_LOCK:
             hazards = [hazard for hazard in find_capture_hazards(model, run, tensors) if hazard.severity == "error"]
     except SpangraphError:
         return found  # what else it is will show where the reads are mended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from spangraph.passes.leaks import Source
 from spangraph.passes.nodes import placeholders
 from spangraph.report import Report
 from spangraph.structure import example_args, normalise_call, split_call
-from spangraph.tracer import trace_model
+from spangraph.tracer import TRACE_LOCK, trace_model
 
 
 def verify(
@@ -85,7 +86,8 @@ def verify(
             refused.append(error)
         return out
 
-    found = find_capture_hazards(model, run, tensors, declared=lambda: marking.returned)
+    with TRACE_LOCK:  # an export in another thread may have put other tensors in the model's place
+        found = find_capture_hazards(model, run, tensors, declared=lambda: marking.returned)
     found += [_refusal(error, forward) for error in refused]
     found += _bad_spans(marking)
     if not refused:
@@ -99,7 +101,9 @@ def verify(
             if not strict and not find_host_reads(erase_assertions(trace.gm)):
                 found = [_traced_around(d) if d.rule == "SG401" else d for d in found]
             inputs = placeholders(trace.gm.graph)
-            sources = [Source(inputs[i], name, spanned, padding) for name, (i, spanned) in dims.items()]
+            sources = [
+                Source(inputs[i], name, spanned, padding) for name, (places, spanned) in dims.items() for i in places
+            ]
             try:
                 prepared = prepare_graph(
                     trace.gm, trace.infos, trace.leaf_names, reads=True, sources=sources, padding=padding
@@ -118,23 +122,29 @@ def _input_dims(
     kwargs: dict[str, Any],
     tensors: Sequence[Tensor],
     input_spans: Mapping[str, Span | int | Sequence[int]],
-) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """For each named input its place among the tensors, and its spanned dims."""
+) -> dict[str, tuple[list[int], tuple[int, ...]]]:
+    """For each named input its places among the tensors (several if it was given twice), and its spanned dims."""
+    if not isinstance(input_spans, Mapping):
+        raise InputError(f"input_spans is a {type(input_spans).__name__}: expected a mapping from names to dims.")
     paths, _ = pytree.tree_flatten_with_path(dict(signature.bind(*args, **kwargs).arguments))
     names = [f"{path[0].key}{pytree.keystr(path[1:])}".replace("['", ".").replace("']", "") for path, _ in paths]
     named = {name: leaf for name, (_, leaf) in zip(names, paths, strict=True) if isinstance(leaf, Tensor)}
-    places = {id(tensor): i for i, tensor in enumerate(tensors)}
     found = {}
     for name, given in input_spans.items():
         if name not in named:
             raise InputError(f"input_spans names {name!r}: the forward was given the tensors {sorted(named)}.")
-        dims = given.dims if isinstance(given, Span) else (given,) if isinstance(given, int) else tuple(given)
         ndim = named[name].ndim
-        if not all(isinstance(dim, int) and -ndim <= dim < ndim and dim % ndim for dim in dims):
+        listed = given.dims if isinstance(given, Span) else given if isinstance(given, list | tuple) else (given,)
+        try:
+            dims = tuple(operator.index(dim) for dim in listed)
+        except TypeError:
+            dims = (0,)
+        if not all(-ndim <= dim < ndim and dim % ndim for dim in dims):
             raise InputError(
-                f"input_spans[{name!r}] is {dims}: expected dims of a tensor of {ndim} dims, but not dim 0, the rows."
+                f"input_spans[{name!r}] is {given!r}: expected a Span, or dims of a tensor of {ndim} dims, not dim 0, the"
+                " rows."
             )
-        found[name] = (places[id(named[name])], dims)
+        found[name] = [i for i, tensor in enumerate(tensors) if tensor is named[name]], dims
     return found
 
 

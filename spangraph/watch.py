@@ -182,7 +182,11 @@ def settle(model: nn.Module, run: Callable[[], tuple[Any, Watch]]) -> tuple[tupl
     stays.
     """
     before = HostState(model)
-    first = run()
+    try:
+        first = run()
+    except BaseException:
+        before.restore()
+        raise
     if not before.changes():
         return first, []
     between = HostState(model)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from spangraph.passes.leaks import Source, diagnose_leaks, find_leaks
+from spangraph.passes.leaks import Source, _Follower, diagnose_leaks, find_leaks
 
 X = torch.randn(3, 4, 12)  # rows, channels, positions
 IMAGE = torch.randn(2, 4, 8, 10)
@@ -213,3 +213,82 @@ def test_a_diagnostic_says_operator_line_reach_and_way_out() -> None:
     assert "every valid position" in mean.message
     assert "torch.where(mask, x, 0)" in conv.fix
     assert "a masked sum by the number of them" in mean.fix
+
+
+def padded_after_cut(mode: str) -> Callable[[Tensor], Tensor]:
+    return lambda x: x + F.pad(x[..., 3:], (3, 0), mode=mode)
+
+
+def written_transposed(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.mT.copy_(x)
+    return y * 2
+
+
+def written_by_an_operator_without_results(x: Tensor) -> Tensor:
+    y = x.clone()
+    torch._foreach_add_([y], [x.flip(-1)])
+    return y * 2
+
+
+def view_of_a_reflected(x: Tensor) -> Tensor:
+    y = F.pad(x, (3, 0)).clone()
+    view = y.view(y.shape)
+    y.copy_(F.pad(x, (3, 0), mode="reflect"))
+    return F.conv1d(F.pad(view, (2, 0)), W3)
+
+
+SQUARE = torch.randn(4, 12, 12)
+
+
+# Each was missed once: padding at the right reaches a valid position, and nothing else may say so.
+@pytest.mark.parametrize(
+    ("forward", "x"),
+    [
+        pytest.param(padded_after_cut("replicate"), X, id="replicated-where-cut"),
+        pytest.param(padded_after_cut("reflect"), X, id="reflected-where-cut"),
+        pytest.param(lambda x: F.pad(x[..., 3:], (3, 0), mode="replicate")[..., 0], X, id="select-of-a-copy"),
+        pytest.param(lambda x: x[..., 1::2][..., 0], X, id="first-of-a-strided-slice"),
+        pytest.param(lambda x: F.conv1d(x, W3[..., :1], stride=2, padding=1)[..., 1], X, id="second-of-strided"),
+        pytest.param(written_transposed, SQUARE, id="written-transposed"),
+        pytest.param(written_by_an_operator_without_results, X, id="written-without-results"),
+        pytest.param(view_of_a_reflected, X, id="view-of-a-reflected"),
+    ],
+)
+def test_what_was_missed_once(forward: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    assert leaks_of(forward, x, (-1,), "right")
+
+
+def test_bicubic_windows_see_neighbours_where_nothing_is_resized() -> None:
+    found = leaks_of(lambda x: F.interpolate(x, scale_factor=(2.0, 1.0), mode="bicubic"), IMAGE, (-1,), "both")
+    assert found == two((2, 2))
+    assert not leaks_of(lambda x: F.interpolate(x, scale_factor=(2.0, 1.0), mode="bilinear"), IMAGE, (-1,), "both")
+
+
+# Each crashed once.
+@pytest.mark.parametrize(
+    "forward",
+    [
+        pytest.param(lambda x: x[:, 0, 0].sum(), id="reduction-of-one-dim"),
+        pytest.param(lambda x: torch.cat([torch.empty(0), x], -1), id="empty-cache"),
+        pytest.param(lambda x: torch.vmap(lambda row: row * 2)(x), id="vmap"),
+    ],
+)
+def test_what_crashed_once(forward: Callable[[Tensor], Tensor]) -> None:
+    leaks_of(forward, X, (-1,), "right")
+
+
+def test_many_writes_to_one_buffer_take_no_longer_each() -> None:
+    """The work for one write must not grow with the number of writes before."""
+
+    def forward(x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for i in range(300):
+            y[:, i % 4].copy_(x[:, 0] * 2)
+        return y
+
+    gm = make_fx(forward, tracing_mode="fake", pre_dispatch=True)(X)
+    (source,) = gm.graph.find_nodes(op="placeholder")
+    follower = _Follower(gm.graph, [Source(source, "x", (-1,), "right")])
+    assert follower.run()[0]
+    assert max(map(len, follower._views.values())) < 10
