@@ -82,19 +82,17 @@ def _span_text(cut: ast.expr, base: Any, bounds: list[Any], known: dict[str, Any
         length = ast.unparse(ast.BinOp(_expression(end), ast.Sub(), _expression(str(start))))
     spans = f"{length}, start={start}" if is_start else length or end
     name = _name(base, known)
-    declare = (
-        f"instead of '{ast.unparse(cut)}', declare {name!r} as spanned: return the padded tensor with output_spans"
-    )
-    # What Python does to numbers has to be said in another way for a tensor of all rows.
-    if any(
-        isinstance(node, ast.comprehension | ast.IfExp | ast.Call)
-        for node in ast.walk(_expression(f"f({spans})"))
-        if not (isinstance(node, ast.Call) and (ast.unparse(node.func) == "f" or isinstance(node.func, ast.Attribute)))
-    ):
-        return (
-            f"{declare} made on the device from what {ast.unparse(bounds[1] or bounds[2] or bounds[0])!r} is read from."
-        )
-    return f"{declare}={{{name!r}: spangraph.from_lengths({spans})}} and cut after the step."
+    declare = f"instead of '{ast.unparse(cut)}', declare {name!r} as spanned: return the padded tensor with"
+    if _is_for_numbers(_expression(f"({spans.replace('start=', '')})")):
+        amount = ast.unparse(bounds[1] or bounds[2] or bounds[0])
+        return f"{declare} output_spans that are made on the device, from what {amount!r} is read from."
+    return f"{declare} output_spans={{{name!r}: spangraph.from_lengths({spans})}} and cut after the step."
+
+
+def _is_for_numbers(expr: ast.expr) -> bool:
+    """Whether Python would have to do to a tensor of all rows what it does to numbers: `max(a, b)`, `a if c else b`."""
+    calls = [node for node in ast.walk(expr) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    return bool(calls) or any(isinstance(node, ast.comprehension | ast.IfExp) for node in ast.walk(expr))
 
 
 def _expression(source: str) -> ast.expr:

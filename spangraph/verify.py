@@ -141,8 +141,8 @@ def _input_dims(
             dims = (0,)
         if not all(-ndim <= dim < ndim and dim % ndim for dim in dims):
             raise InputError(
-                f"input_spans[{name!r}] is {given!r}: expected a Span, or dims of a tensor of {ndim} dims, not dim 0, the"
-                " rows."
+                f"input_spans[{name!r}] is {given!r}: expected a Span, or dims of a tensor of {ndim} dims, but not dim"
+                " 0, the rows."
             )
         found[name] = [i for i, tensor in enumerate(tensors) if tensor is named[name]], dims
     return found

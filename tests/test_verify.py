@@ -261,7 +261,7 @@ def test_inputs_may_be_named_inside_structures() -> None:
         (lambda: verify(F.relu, (MEL,)), "expected an nn.Module"),
         (lambda: verify(nn.ReLU(), MEL), r"args is a Tensor: expected a tuple.*such as \(x,\)"),
         (lambda: verify(nn.ReLU(), (MEL,), padding="end"), "padding='end': expected 'both', 'left' or 'right'"),
-        (lambda: verify(nn.ReLU(), (MEL,), input_spans={"input": 0}), "not dim 0, the rows"),
+        (lambda: verify(nn.ReLU(), (MEL,), input_spans={"input": 0}), "but not dim 0, the rows"),
         (lambda: verify(nn.ReLU(), (MEL,), input_spans={"input": 3}), "or dims of a tensor of 3 dims"),
         (lambda: verify(nn.ReLU(), (MEL,), input_spans={"input": (1, "x")}), "or dims of a tensor of 3 dims"),
         (lambda: verify(nn.ReLU(), (object(),)), "an input of type object can be neither"),
