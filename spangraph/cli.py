@@ -72,7 +72,8 @@ def verify(targets: tuple[str, ...], format_: str, output: Path | None, color: b
     for target in targets:
         with _explained(target, trace):
             report += _verify(target, **options)
-    color = output is None and sys.stdout.isatty() if color is None else color
+    plain = output is not None or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+    color = not plain and sys.stdout.isatty() if color is None else color and output is None
     text = report.text(color=color) if format_ == "text" else getattr(report, format_)()
     if output is not None:
         with _explained(str(output), trace):
@@ -118,9 +119,9 @@ def _explained(subject: str, trace: bool) -> Iterator[None]:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
-    except click.ClickException:
+    except click.UsageError:
         raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - any code of the user's
+    except BaseException as error:  # noqa: BLE001 - any code of the user's may end in SystemExit, or a skip of pytest's
         if trace:
             traceback.print_exc()
         frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_file(f.filename)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,12 +12,12 @@ from torch import fx, nn
 from spangraph.declare import Declaration, find_declarations
 from spangraph.errors import PipelineError
 from spangraph.passes.marks import find_marks, hoist_marks
-from spangraph.passes.nodes import storage_roots, where
+from spangraph.passes.nodes import nested_graphs, storage_roots, where, written
 from spangraph.pipeline import Edge, Node
 from spangraph.structure import example_args, normalise_call, split_call
 from spangraph.tracer import trace_model
 
-_UNNAMED = "output"  # what a submodule gives beside its spanned outputs
+_UNNAMED = "unnamed"  # what a submodule gives beside its spanned outputs
 _Origin = tuple[str, str]  # node, output
 
 
@@ -25,11 +26,13 @@ def derive_pipeline(
 ) -> tuple[list[Node], list[Edge]]:
     """Nodes and edges of one walk; see `Pipeline.from_module`.
 
-    A submodule declared inside another is a node of its own. What lies outside of all of them passes data on.
+    A submodule declared inside another is a node of its own. What lies outside of all of them passes data on, and so
+    does memory that is written in place. Submodules that take each other's outputs, in one forward, make a cycle, which
+    a pipeline refuses: they are one node.
 
     Raises:
         TraceError: if the model does not export.
-        PipelineError: if nothing in it declares spanned outputs.
+        PipelineError: if nothing in it declares spanned outputs, or where data flow cannot be followed.
     """
     declarations = {d.fqn: d for d in find_declarations(model, walk) if d.names}
     if not declarations:
@@ -42,24 +45,28 @@ def derive_pipeline(
     for mark in find_marks(gm, trace.infos):
         if mark.spans is not None:
             marked.setdefault(mark.value, []).append((mark.info.fqn, mark.info.name))
-    origins: dict[fx.Node, dict[_Origin, None]] = {}
-    edges: dict[tuple[_Origin, str], str] = {}
+    _refuse_blocks(gm, declarations)
     roots = storage_roots(gm.graph)
+    origins: dict[fx.Node, dict[_Origin, None]] = {}
+    memory: defaultdict[fx.Node, dict[_Origin, None]] = defaultdict(dict)  # what was written there
+    edges: dict[tuple[_Origin, str], str] = {}
     for node in gm.graph.nodes:
+        owner, taken = _owner(node, declarations), {}
+        for source in node.all_input_nodes:
+            taken |= origins.get(source, {}) | memory[roots[source]]
         # An input stays the caller's: a cast that changes nothing is traced as one tensor wherever it is done.
-        if node.op != "call_function" or roots[node].op in ("placeholder", "get_attr"):
-            continue
-        owner = _owner(node, declarations)
-        sources = {origin: None for source in node.all_input_nodes for origin in origins.get(source, ())}
-        if owner is None:
-            origins[node] = sources
+        is_given = roots[node].op in ("placeholder", "get_attr") and not written(node)
+        if owner is None or is_given or node.op != "call_function":
+            origins[node] = taken
         else:
-            for origin in sources:
+            for origin in taken:
                 if origin[0] != owner:
                     edges.setdefault((origin, owner), where(node))
             origins[node] = {(owner, _UNNAMED): None}
         if node in marked:
             origins[node] = dict.fromkeys(marked[node])
+        for target in written(node):
+            memory[roots[target]] |= origins[node]
     names = {fqn: fqn or type(model).__name__ for fqn in declarations}
     unnamed = {fqn for (fqn, output), _ in edges if output == _UNNAMED}
     nodes = [
@@ -74,6 +81,16 @@ def derive_pipeline(
     return nodes, [
         Edge(f"{names[fqn]}.{output}", names[taker], where=at) for ((fqn, output), taker), at in edges.items()
     ]
+
+
+def _refuse_blocks(gm: fx.GraphModule, declarations: Mapping[str, Declaration]) -> None:
+    """Declaring submodules inside an autocast or no_grad block are in a graph of their own."""
+    for inner in list(nested_graphs(gm))[1:]:
+        if hidden := {owner for node in inner.graph.nodes if (owner := _owner(node, declarations)) is not None}:
+            raise PipelineError(
+                f"{sorted(hidden)} run inside an autocast or no_grad block of the model, where data flow is not"
+                " followed: enter it outside of the model, or write the pipeline by hand."
+            )
 
 
 def _owner(node: fx.Node, declarations: Mapping[str, Declaration]) -> str | None:

@@ -201,8 +201,15 @@ class Pipeline:
         return cls(nodes, edges, (walk,), speculation_depth, ring_depth)
 
     def node(self, name: str) -> Node:
-        """The node of that name."""
-        return next(node for node in self.nodes if node.name == name)
+        """The node of that name.
+
+        Raises:
+            PipelineError: if there is none.
+        """
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise PipelineError(f"there is no node {name!r}: expected one of {[node.name for node in self.nodes]}.")
 
     def edges_on(self, walk: str) -> list[Edge]:
         """The edges of one walk."""
@@ -273,8 +280,8 @@ def _problems(pipeline: Pipeline) -> Iterator[str]:
     if len(known) > 1 and pipeline.edges:
         joined = {name for edge in pipeline.edges for name in (edge.node, edge.target)}
         for name in names:
-            if name not in joined:
-                yield f"nodes.{name}: unreachable; no edge leads to it or from it."
+            if name not in joined and not outputs[name]:
+                yield f"nodes.{name}: unreachable; no edge leads to it or from it, and it has no output."
     for walk in pipeline.walks:
         edges = [edge for edge in pipeline.edges_on(walk) if not edge.loop_back]
         waiting = set(known)
@@ -289,12 +296,25 @@ def _problems(pipeline: Pipeline) -> Iterator[str]:
             )
 
 
+_KINDS = (
+    ("worker", str, "a string"),
+    ("group", str, "a string"),
+    ("enable_async_scheduling", bool, "True or False"),
+    ("lockstep", bool, "True or False"),
+)
+
+
 def _wrong_types(pipeline: Pipeline) -> Iterator[str]:
     """What Python lets through, and TOML does not: a string for a list of names, a number for a worker."""
 
     def are_names(value: object) -> bool:
-        return isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(n, str) for n in value)
+        listed = isinstance(value, Collection) and not isinstance(value, str)
+        return listed and all(isinstance(name, str) and name.isprintable() and name for name in value)  # type: ignore[union-attr]
 
+    for key, kind in (("nodes", Node), ("edges", Edge)):
+        if not isinstance(parts := getattr(pipeline, key), Sequence) or isinstance(parts, str):
+            yield f"{key}: {parts!r}; expected a list of {kind.__name__}s."
+            return
     if not are_names(pipeline.walks):
         yield f"walks: {pipeline.walks!r}; expected a list of strings."
     for i, node in enumerate(pipeline.nodes):
@@ -307,16 +327,22 @@ def _wrong_types(pipeline: Pipeline) -> Iterator[str]:
             yield f"{key}.spanned: {node.spanned!r}; expected {_describe('spanned', None)}."
         if not are_names(node.outputs):
             yield f"{key}.outputs: {node.outputs!r}; expected a list of strings."
-        for name in ("worker", "group"):
-            if not isinstance(value := getattr(node, name), str):
-                yield f"{key}.{name}: {value!r}; expected a string."
+        elif dotted := [name for part in (*parts, node.outputs) for name in part if "." in name]:
+            yield f"{key}: outputs {dotted} have dots, but edges are written node.output."
+        for name, kind, what in _KINDS:
+            if not isinstance(value := getattr(node, name), kind):
+                yield f"{key}.{name}: {value!r}; expected {what}."
         if not isinstance(node.module, nn.Module | None):
             yield f"{key}.module: {node.module!r}; expected an nn.Module."
     for i, edge in enumerate(pipeline.edges):
         if not isinstance(edge, Edge) or not isinstance(edge.source, str) or not isinstance(edge.target, str):
             yield f"edges[{i}]: {edge!r}; expected an Edge from 'node.output' to a node's name."
-        elif edge.walks is not None and not are_names(edge.walks):
+            continue
+        if edge.walks is not None and not are_names(edge.walks):
             yield f"edges[{i}].walks: {edge.walks!r}; expected a list of strings."
+        for name in ("streaming", "loop_back", "takes_spans"):
+            if not isinstance(value := getattr(edge, name), bool):
+                yield f"edges[{i}].{name}: {value!r}; expected True or False."
 
 
 class _Reader:
@@ -324,7 +350,7 @@ class _Reader:
 
     def __init__(self, path: str | PathLike[str], text: str) -> None:
         self._path = path
-        self._lines = text.splitlines()
+        self._lines = text.split("\n")
         self._problems: list[str] = []
 
     def pipeline(self, table: Mapping[str, Any]) -> Pipeline:
@@ -340,14 +366,15 @@ class _Reader:
 
     def _node(self, name: str, value: Any) -> Node:
         key = f"nodes.{name}"
-        line = self._line(rf"\s*\[\s*nodes\s*\.\s*[\"']?{re.escape(name)}[\"']?\s*\]", 0)
+        quoted = rf"[\"']?{re.escape(name)}[\"']?"
+        line = self._line(0, rf"^\s*\[\s*nodes\s*\.\s*{quoted}\s*[\].]", rf"\b{quoted}\s*[.=]")
         table = self._checked(key, line, value, Node, {"module": str, "spanned": (dict, list)})
         if (given := table.get("module")) is not None:
             table["module"] = self._load(f"{key}.module (line {line})", given)
         return Node(name, **table, where=f"{self._path}:{line}")
 
     def _edge(self, index: int, value: Any) -> Edge:
-        key, line = f"edges[{index}]", self._line(r"\s*\[\[\s*edges\s*\]\]", index)
+        key, line = f"edges[{index}]", self._line(index, r"^\s*\[\[\s*[\"']?edges[\"']?\s*\]\]", r"\bsource\s*=")
         table = self._checked(key, line, value, Edge, {})
         for required in ("source", "target"):
             if required not in table:
@@ -355,12 +382,13 @@ class _Reader:
                 table[required] = ""
         return Edge(**table, where=f"{self._path}:{line}")
 
-    def _line(self, header: str, nth: int) -> int:
-        found = [i for i, line in enumerate(self._lines, 1) if re.match(header, line)]
-        if nth < len(found):
-            return found[nth]
-        inline = (i for i, line in enumerate(self._lines, 1) if re.match(r"\s*\[*\s*(nodes|edges)\b", line))
-        return next(inline, 1)
+    def _line(self, nth: int, *patterns: str) -> int:
+        """The line where the n-th match of a pattern begins, of the first pattern that has so many."""
+        for pattern in patterns:
+            found = [i for i, line in enumerate(self._lines, 1) for _ in re.finditer(pattern, line)]
+            if nth < len(found):
+                return found[nth]
+        return 1
 
     def _load(self, key: str, name: str) -> nn.Module | None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import linecache
@@ -105,7 +106,9 @@ class Report:
         for found in self.allowed:
             place = f"{_shown(found.where)}: " if found.where else ""
             lines.append(paint("dim", f"  {place}{found.rule} {' '.join(found.message.split())} ({found.allowed})"))
-        return "\n".join([*lines[1:], *([""] if lines else []), self.summary])
+        text = "\n".join([*lines[1:], *([""] if lines else []), self.summary])
+        # What a message brings along must not drive a terminal.
+        return re.sub(r"(?!\x1b\[[\d;]*m)[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
 
     def json(self) -> str:
         """The report for programs; docs/verify.md describes it. Its version counts up when a field changes meaning."""
@@ -152,7 +155,11 @@ def _place(found: Diagnostic) -> tuple[Any, ...]:
 
 def _relative(file: str) -> Path | None:
     """The path below the current directory, if it lies there, perhaps by way of a link."""
-    cwd = Path.cwd()
+    return _below(file, Path.cwd())
+
+
+@functools.lru_cache(maxsize=1024)
+def _below(file: str, cwd: Path) -> Path | None:
     paths = (Path(os.path.abspath(file)), Path(os.path.realpath(file)))
     return next((path.relative_to(cwd) for path in paths if path.is_relative_to(cwd)), None)
 

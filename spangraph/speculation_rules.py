@@ -63,6 +63,9 @@ class _Speculation:
         if not (node.speculates and target.speculates and node.worker == target.worker):
             return False
         launch = at + edge.loop_back
+        earlier = [when for name, when in chain[:-1] if name == source]
+        if edge.streaming and any((target.name, when + edge.loop_back) not in chain for when in earlier):
+            return False  # chunks are taken in order, and those of an earlier launch of the source are not cut
         before = (target.name, launch - 1)
         if before not in chain and self._waits_for(chain, before):
             return False  # an earlier launch of the target must wait for a cut, and so must this one

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from spangraph import rules
 from spangraph.diagnostics import Diagnostic
 
-_ALLOW = re.compile(r"#\s*spangraph:\s*allow\b\s*((?:[A-Za-z]+\d+\b(?:\s*,\s*(?=[A-Za-z]+\d+\b))?)*)[\s,:;-]*(.*)")
+_ALLOW = re.compile(r"#\s*spangraph:\s*allow\b\s*((?:[A-Za-z]+\d+\b(?:[\s,;]+(?=[A-Za-z]+\d+\b))?)*)[\s,:;-]*(.*)")
 _TOML_COMMENT = re.compile(r"""^(?:[^"'#]|"(?:\\.|[^"\\])*"|'[^']*')*(#.*)""")
 
 

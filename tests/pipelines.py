@@ -18,17 +18,23 @@ _WORKERS = [["0"], ["0"], ["0"], ["0", "0", "1"], ["0", "1"], ["0", "1", "2"]]
 
 
 @st.composite
-def pipelines(draw: Callable[[st.SearchStrategy[Any]], Any], max_nodes: int = 5, max_edges: int = 7) -> Pipeline:
-    """Nodes on up to 3 workers, with edges of every kind; every cycle holds a loop-back edge."""
+def pipelines(
+    draw: Callable[[st.SearchStrategy[Any]], Any], max_nodes: int = 5, max_edges: int = 7, *, deep: bool = False
+) -> Pipeline:
+    """Nodes on up to 3 workers, with edges of every kind; every cycle holds a loop-back edge.
+
+    Args:
+        deep: of those in which long chains are started: one output a node, much looping back, rings almost deep enough.
+    """
     walks = draw(st.sampled_from([("talk",), ("talk",), ("talk",), ("talk", "listen")]))
     workers = st.sampled_from(draw(st.sampled_from(_WORKERS)))
     nodes, ends = [], []
     names = "abcde"[: draw(st.integers(1, max_nodes))]
     for name in names:
-        outputs = draw(st.sampled_from(_OUTPUTS))
+        outputs = ["y0"] if deep else draw(st.sampled_from(_OUTPUTS))
         ends += [(f"{name}.{output}", target) for output in outputs for target in names]
         spanned = [output for output in outputs if output[0] == "x"]
-        is_async, lockstep = draw(st.sampled_from(_FLAGS))
+        is_async, lockstep = (True, False) if deep else draw(st.sampled_from(_FLAGS))
         nodes.append(
             Node(
                 name,
@@ -44,14 +50,14 @@ def pipelines(draw: Callable[[st.SearchStrategy[Any]], Any], max_nodes: int = 5,
     size = draw(st.integers(0, min(max_edges, len(ends))))
     for source, target in draw(st.lists(st.sampled_from(ends), unique=True, min_size=size, max_size=size)):
         streaming, loop_back, masks = draw(st.sampled_from(_KINDS))
-        loop_back |= source[0] >= target  # or a cycle could not start
+        loop_back |= source[0] >= target or (deep and draw(st.booleans()))  # or a cycle could not start
         on = draw(st.sampled_from([None, None, walks[:1], walks[1:]])) if len(walks) > 1 else None
         edges.append(Edge(source, target, streaming, loop_back, masks, walks=on, where="nowhere"))
     joined = {name for edge in edges for name in (edge.node, edge.target)}
     nodes = [node for node in nodes if node.name in joined or not edges]
     nodes = nodes[::-1] if draw(st.booleans()) else nodes
-    depth = draw(st.sampled_from([1, 1, 1, 2, 2, 0]))
-    ring = draw(st.sampled_from([None, None, None, 1, 2, 3]))
+    depth = draw(st.sampled_from([2, 2, 3] if deep else [1, 1, 1, 2, 2, 0]))
+    ring = draw(st.sampled_from(range(2, depth + 1) if deep else [None, None, None, 1, 2, 3]))
     return Pipeline(nodes, edges, walks, speculation_depth=depth, ring_depth=ring)
 
 

@@ -17,6 +17,7 @@ from spangraph import Edge, Node, Pipeline, PipelineError, SpannedOutput, from_l
 
 TALKER = Node("talker", spanned=("codes",), outputs=("hidden",))
 CODEC = Node("codec", spanned={"decode": ("audio",)})
+SELF = Edge("talker.codes", "talker", loop_back=True)
 
 GOOD = """\
 walks = ["prefill", "decode"]
@@ -70,7 +71,7 @@ def joined(source: str, target: str, times: int = 1, **options: Any) -> Callable
         (joined("talker.codes", "codek"), "edges[0].target", "names no node"),
         (joined("talker.codes", "codec", walks=("deocde",)), "edges[0].walks", "unknown walks ['deocde']"),
         (joined("talker.codes", "codec", times=2), "edges[1]", "a second edge"),
-        (joined("talker.codes", "talker", loop_back=True), "nodes.codec", "unreachable; no edge"),
+        (lambda: Pipeline([TALKER, Node("c")], [SELF]), "nodes.c", "unreachable; no edge"),
         (lambda: Pipeline([CODEC]), "nodes.codec.spanned", "unknown walks ['decode']"),
         (lambda: Pipeline([TALKER], [Edge("talker.codes", "talker")]), "nodes.talker", "waits for itself"),
         (lambda: Pipeline([TALKER], speculation_depth=-1), "speculation_depth", "at least 0"),
@@ -163,24 +164,44 @@ def test_ranks_of_a_group_must_declare_the_same() -> None:
 
 def test_what_python_lets_through_is_of_the_right_type() -> None:
     """A string is a sequence of names to Python, and 0 another worker than "0"."""
+    nodes = [
+        Node("a", spanned="codes"),
+        Node("b", outputs="xy"),
+        Node("c", worker=0, lockstep="no"),
+        Node("d", module="m:M"),
+        Node(""),
+        Node("e", spanned=(name for name in "xy")),
+        Node("f", outputs=("x.y",)),
+    ]
+    edges = [
+        Edge("a.codes", "b", walks="forward"),
+        Edge(3, "b"),
+        "a.codes -> b",
+        Edge("a.x", "b", takes_spans="no"),
+    ]
     with pytest.raises(PipelineError) as caught:
-        Pipeline(
-            [
-                Node("a", spanned="codes"),
-                Node("b", outputs="xy"),
-                Node("c", worker=0),
-                Node("d", module="m:M"),
-                Node(""),
-            ],
-            [Edge("a.codes", "b", walks="forward"), Edge(3, "b"), "a.codes -> b"],
-            walks="forward",
-            speculation_depth=True,
-        )
-    starts = [problem.partition(":")[0] for problem in caught.value.problems]
-    assert starts == [
-        "walks", "nodes.a.spanned", "nodes.b.outputs", "nodes.c.worker", "nodes.d.module", "nodes[4]",
-        "edges[0].walks", "edges[1]", "edges[2]",
-    ]  # fmt: skip
+        Pipeline(nodes, edges, walks="forward")
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
+        "walks",
+        "nodes.a.spanned",
+        "nodes.b.outputs",
+        "nodes.c.worker",
+        "nodes.c.lockstep",
+        "nodes.d.module",
+        "nodes[4]",
+        "nodes.e.spanned",
+        "nodes.f",
+        "edges[0].walks",
+        "edges[1]",
+        "edges[2]",
+        "edges[3].takes_spans",
+    ]
+    with pytest.raises(PipelineError, match="speculation_depth: True"):
+        Pipeline([TALKER], speculation_depth=True)
+    with pytest.raises(PipelineError, match="nodes: 'ab'; expected a list of Nodes"):
+        Pipeline("ab")
+    with pytest.raises(PipelineError, match=r"there is no node 'codec': expected one of \['talker'\]"):
+        Pipeline([TALKER]).node("codec")
 
 
 def test_one_conflict_on_two_walks_is_one_finding() -> None:
@@ -257,7 +278,7 @@ def test_a_pipeline_is_derived_from_data_flow() -> None:
     assert [str(edge) for edge in pipeline.edges] == [
         "talker.codes -> codec",
         "codec.audio -> post",
-        "talker.output -> post",
+        "talker.unnamed -> post",
     ]
     assert all(edge.where.startswith(__file__) for edge in pipeline.edges)
     assert [found.node for found in pipeline.verify().errors] == ["talker.codes -> codec", "codec.audio -> post"]
@@ -276,6 +297,52 @@ def test_a_root_that_declares_is_one_node() -> None:
     pipeline = Pipeline.from_module(Talker().eval(), INPUTS)
     assert [(node.name, node.outputs) for node in pipeline.nodes] == [("Talker", ())]
     assert not pipeline.edges
+
+
+def test_data_flow_through_memory_is_seen() -> None:
+    class Chained(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(3, 8, 8))
+
+        def forward(self, x: Tensor, lengths: Tensor) -> tuple[SpannedOutput, SpannedOutput]:
+            spoken = self.talker(x, lengths)
+            padded = torch.zeros(3, 8, 9)
+            padded[..., :8] = spoken.outputs["codes"]
+            audio = self.codec(padded[..., 1:], lengths)
+            self.cache.copy_(audio.outputs["audio"])
+            return audio, self.post(self.cache * 2, lengths)
+
+    pipeline = Pipeline.from_module(Chained().eval(), INPUTS)
+    assert [str(edge) for edge in pipeline.edges] == ["talker.codes -> codec", "codec.audio -> post"]
+
+
+def test_a_submodule_that_returns_its_input_passes_it_on_as_its_own() -> None:
+    class Named(Talker):
+        def forward(self, x: Tensor, lengths: Tensor) -> SpannedOutput:
+            return SpannedOutput({"codes": x}, {"codes": from_lengths(lengths)})
+
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.named, self.codec, self.vad = Named(), Codec(), Codec()
+
+        def forward(self, x: Tensor, lengths: Tensor) -> tuple[SpannedOutput, SpannedOutput]:
+            return self.codec(self.named(x, lengths).outputs["codes"], lengths), self.vad(x + 1, lengths)
+
+    pipeline = Pipeline.from_module(Held().eval(), INPUTS)
+    assert "named.codes -> codec" in [str(edge) for edge in pipeline.edges]
+    assert "vad" in [node.name for node in pipeline.nodes]  # though nothing joins it
+
+
+def test_submodules_in_an_autocast_block_are_refused() -> None:
+    class Cast(Chain):
+        def forward(self, x: Tensor, lengths: Tensor) -> tuple[SpannedOutput, SpannedOutput]:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().forward(x, lengths)
+
+    with pytest.raises(PipelineError, match="run inside an autocast or no_grad block"):
+        Pipeline.from_module(Cast().eval(), INPUTS)
 
 
 def test_a_declared_method_is_found_by_its_submodules() -> None:
@@ -338,7 +405,19 @@ def test_tables_may_be_written_inline(tmp_path: Path) -> None:
     text = 'nodes = { a = { spanned = ["x"] }, b = {} }\nedges = [{ source = "a.x", target = "b" }]\n'
     path = written(tmp_path, text)
     (found,) = Pipeline.from_toml(path).verify().errors
-    assert found.where.startswith(f"{path}:")
+    assert (found.where, found.related[0][1]) == (f"{path}:2", f"{path}:1")
+
+
+def test_edges_of_a_list_have_lines_of_their_own(tmp_path: Path) -> None:
+    """One comment must not allow the conflicts of all."""
+    text = (
+        'edges = [\n    { source = "a.x", target = "b" }, # spangraph: allow SG301 b masks\n'
+        '    { source = "a.x", target = "c" },\n]\n[nodes]\na = { spanned = ["x"] }\nb = {}\nc = {}\n'
+    )
+    path = written(tmp_path, text)
+    report = Pipeline.from_toml(path).verify()
+    assert [found.where for found in report.allowed] == [f"{path}:2"]
+    assert [(found.where, found.related[1][1]) for found in report.errors] == [(f"{path}:3", f"{path}:8")]
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
