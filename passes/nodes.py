@@ -64,7 +64,7 @@ def output_node(graph: fx.Graph) -> fx.Node:
 def result_nodes(graph: fx.Graph) -> list[fx.Node]:
     """What a flat graph returns, in order."""
     (results,) = output_node(graph).args
-    return list(results) if isinstance(results, list | tuple) else [results]  # type: ignore[list-item]
+    return list(results) if isinstance(results, list | tuple) else [results]  # type: ignore[list-item, arg-type]
 
 
 def _schema(node: fx.Node) -> torch.FunctionSchema | None:
@@ -149,7 +149,7 @@ def _memory(node: fx.Node) -> int | None:
         except (NotImplementedError, RuntimeError):  # inside vmap, grad, ...: it has none
             known = example, None
         node.meta["memory"] = known
-    return known[1]  # type: ignore[no-any-return]
+    return known[1]
 
 
 def aliased(node: fx.Node) -> fx.Node | None:

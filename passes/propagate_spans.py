@@ -292,7 +292,8 @@ def landing(node: fx.Node, dim: int, index: int = 0) -> int | None:
         raise span_maps.NotStaticError
     result = val(node)
     out = shape_of_result(result[index] if isinstance(result, (list, tuple)) else result)
-    return _landing(node.target, node.args[1:], node.kwargs, val(source).dtype, shape_of(source), out, dim, index)
+    kwargs = tuple(node.kwargs.items())
+    return _landing(node.target, node.args[1:], kwargs, val(source).dtype, shape_of(source), out, dim, index)
 
 
 @lru_cache(maxsize=4096)  # layers repeat
@@ -303,7 +304,7 @@ def _landing(
         return len(out) - 1 - dim
     size = 1 + max((*shape, *out))
     probe = torch.empty((*shape[:dim], size, *shape[dim + 1 :]), dtype=dtype, device="meta")
-    probed = target(probe, *args, **kwargs)
+    probed = target(probe, *args, **dict(kwargs))
     landed = tuple((probed if isinstance(probed, torch.Tensor) else probed[index]).shape)
     return landed.index(size) if size in landed and len(landed) == len(out) else None
 

@@ -73,7 +73,7 @@ def verify(targets: tuple[str, ...], format_: str, output: Path | None, color: b
         with _explained(target, trace):
             report += _verify(target, **options)
     plain = output is not None or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
-    color = not plain and sys.stdout.isatty() if color is None else color and output is None
+    color = not plain and sys.stdout.isatty() if color is None else bool(color and output is None)
     text = report.text(color=color) if format_ == "text" else getattr(report, format_)()
     if output is not None:
         with _explained(str(output), trace):
@@ -92,7 +92,7 @@ def _verify(target: str, walk: tuple[str, ...], strict: bool, input_span: Mappin
         return found
     if isinstance(found, Pipeline):
         return sum((found.verify(w) for w in walk or (None,)), Report())
-    rest = {"strict": strict, "input_spans": input_span or None, "padding": padding or "both"}
+    rest: dict[str, Any] = {"strict": strict, "input_spans": input_span or None, "padding": padding or "both"}
     return sum((spangraph.verify(*found, walk=w, **rest) for w in walk or ("forward",)), Report())
 
 

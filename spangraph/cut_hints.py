@@ -84,7 +84,7 @@ def _span_text(cut: ast.expr, base: Any, bounds: list[Any], known: dict[str, Any
     name = _name(base, known)
     declare = f"instead of '{ast.unparse(cut)}', declare {name!r} as spanned: return the padded tensor with"
     if _is_for_numbers(_expression(f"({spans.replace('start=', '')})")):
-        amount = ast.unparse(bounds[1] or bounds[2] or bounds[0])
+        amount = ast.unparse(next(bound for bound in (bounds[1], bounds[2], bounds[0]) if bound is not None))
         return f"{declare} output_spans that are made on the device, from what {amount!r} is read from."
     return f"{declare} output_spans={{{name!r}: spangraph.from_lengths({spans})}} and cut after the step."
 

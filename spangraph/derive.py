@@ -37,8 +37,7 @@ def derive_pipeline(
     declarations = {d.fqn: d for d in find_declarations(model, walk) if d.names}
     if not declarations:
         raise PipelineError(f"no submodule of {type(model).__name__} declares spanned outputs on walk {walk!r}.")
-    args, kwargs = normalise_call(inspect.signature(model.forward), example_args(args), dict(kwargs))
-    call, tensors = split_call(args, kwargs)
+    call, tensors = split_call(*normalise_call(inspect.signature(model.forward), example_args(args), kwargs))
     trace = trace_model(model, walk, call, tensors, tracer="export", verify="off")
     gm = hoist_marks(trace.gm)
     marked: dict[fx.Node, list[_Origin]] = {}
@@ -51,7 +50,8 @@ def derive_pipeline(
     memory: defaultdict[fx.Node, dict[_Origin, None]] = defaultdict(dict)  # what was written there
     edges: dict[tuple[_Origin, str], str] = {}
     for node in gm.graph.nodes:
-        owner, taken = _owner(node, declarations), {}
+        owner = _owner(node, declarations)
+        taken: dict[_Origin, None] = {}
         for source in node.all_input_nodes:
             taken |= origins.get(source, {}) | memory[roots[source]]
         # An input stays the caller's: a cast that changes nothing is traced as one tensor wherever it is done.

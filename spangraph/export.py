@@ -197,7 +197,7 @@ def _user_frames() -> Iterator[None]:
         kept = traceback.StackSummary([frame for frame in frames if is_user_file(frame.filename)])
         return kept or filtered(self, frames)
 
-    TracerBase._filter_traceback_frames = keep_users  # type: ignore[method-assign]
+    TracerBase._filter_traceback_frames = keep_users  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -8,14 +8,10 @@ that can happen, and to which outputs, is read off the pipeline alone (`Pipeline
 
 from __future__ import annotations
 
-import pkgutil
-import re
 import sys
-import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -159,12 +155,9 @@ class Pipeline:
         Raises:
             PipelineError: naming the file and the key path of what is unknown, of the wrong type, or missing.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8-sig")
-            table = tomllib.loads(text)
-        except (OSError, ValueError) as error:  # not there, not text, not TOML
-            raise PipelineError(f"{path} cannot be read: {error}") from None
-        return _Reader(path, text).pipeline(table)
+        from spangraph.pipeline_file import read_pipeline
+
+        return read_pipeline(path)
 
     @classmethod
     def from_module(
@@ -296,156 +289,54 @@ def _problems(pipeline: Pipeline) -> Iterator[str]:
             )
 
 
-_KINDS = (
-    ("worker", str, "a string"),
-    ("group", str, "a string"),
-    ("enable_async_scheduling", bool, "True or False"),
-    ("lockstep", bool, "True or False"),
-)
+_NAMES = "a list of names"
+_FLAG = "true or false"
+# What Python lets through: a string for a list of names, a number for a worker, "no" for a flag.
+_NODE_TYPES: dict[str, tuple[Any, str]] = {
+    "worker": (str, "a string"),
+    "group": (str, "a string"),
+    "lockstep": (bool, _FLAG),
+}
+_NODE_TYPES |= {"enable_async_scheduling": (bool, _FLAG), "module": (nn.Module | None, "an nn.Module")}
+_EDGE_TYPES: dict[str, tuple[Any, str]] = {name: (bool, _FLAG) for name in ("streaming", "loop_back", "takes_spans")}
 
 
 def _wrong_types(pipeline: Pipeline) -> Iterator[str]:
-    """What Python lets through, and TOML does not: a string for a list of names, a number for a worker."""
-
-    def are_names(value: object) -> bool:
-        listed = isinstance(value, Collection) and not isinstance(value, str)
-        return listed and all(isinstance(name, str) and name.isprintable() and name for name in value)  # type: ignore[union-attr]
-
     for key, kind in (("nodes", Node), ("edges", Edge)):
         if not isinstance(parts := getattr(pipeline, key), Sequence) or isinstance(parts, str):
             yield f"{key}: {parts!r}; expected a list of {kind.__name__}s."
             return
-    if not are_names(pipeline.walks):
-        yield f"walks: {pipeline.walks!r}; expected a list of strings."
+    if not _are_names(pipeline.walks):
+        yield f"walks: {pipeline.walks!r}; expected {_NAMES}."
     for i, node in enumerate(pipeline.nodes):
-        if not isinstance(node, Node) or not isinstance(node.name, str) or not node.name:
+        if not isinstance(node, Node) or not _are_names([node.name]):
             yield f"nodes[{i}]: {node!r}; expected a Node with a name."
             continue
         key = f"nodes.{node.name}"
-        parts = node.spanned.values() if isinstance(node.spanned, Mapping) else [node.spanned]
-        if not all(map(are_names, parts)):
-            yield f"{key}.spanned: {node.spanned!r}; expected {_describe('spanned', None)}."
-        if not are_names(node.outputs):
-            yield f"{key}.outputs: {node.outputs!r}; expected a list of strings."
-        elif dotted := [name for part in (*parts, node.outputs) for name in part if "." in name]:
+        parts = [*(node.spanned.values() if isinstance(node.spanned, Mapping) else [node.spanned]), node.outputs]
+        if not all(map(_are_names, parts[:-1])):
+            yield f"{key}.spanned: {node.spanned!r}; expected {_NAMES}, or a table walk -> {_NAMES}."
+        elif not _are_names(node.outputs):
+            yield f"{key}.outputs: {node.outputs!r}; expected {_NAMES}."
+        elif dotted := [name for part in parts for name in part if "." in name]:
             yield f"{key}: outputs {dotted} have dots, but edges are written node.output."
-        for name, kind, what in _KINDS:
-            if not isinstance(value := getattr(node, name), kind):
-                yield f"{key}.{name}: {value!r}; expected {what}."
-        if not isinstance(node.module, nn.Module | None):
-            yield f"{key}.module: {node.module!r}; expected an nn.Module."
+        yield from _wrong_attributes(key, node, _NODE_TYPES)
     for i, edge in enumerate(pipeline.edges):
         if not isinstance(edge, Edge) or not isinstance(edge.source, str) or not isinstance(edge.target, str):
             yield f"edges[{i}]: {edge!r}; expected an Edge from 'node.output' to a node's name."
             continue
-        if edge.walks is not None and not are_names(edge.walks):
-            yield f"edges[{i}].walks: {edge.walks!r}; expected a list of strings."
-        for name in ("streaming", "loop_back", "takes_spans"):
-            if not isinstance(value := getattr(edge, name), bool):
-                yield f"edges[{i}].{name}: {value!r}; expected True or False."
+        if edge.walks is not None and not _are_names(edge.walks):
+            yield f"edges[{i}].walks: {edge.walks!r}; expected {_NAMES}."
+        yield from _wrong_attributes(f"edges[{i}]", edge, _EDGE_TYPES)
 
 
-class _Reader:
-    """Builds a pipeline from a TOML file; knows the line of each node and edge, and collects what is wrong."""
-
-    def __init__(self, path: str | PathLike[str], text: str) -> None:
-        self._path = path
-        self._lines = text.split("\n")
-        self._problems: list[str] = []
-
-    def pipeline(self, table: Mapping[str, Any]) -> Pipeline:
-        table = self._checked("", 0, table, Pipeline, {"nodes": dict, "edges": list})
-        nodes = [self._node(name, value) for name, value in table.pop("nodes", {}).items()]
-        edges = [self._edge(i, value) for i, value in enumerate(table.pop("edges", []))]
-        try:
-            if not self._problems:
-                return Pipeline(nodes, edges, **table)
-        except PipelineError as error:
-            self._problems += error.problems
-        raise PipelineError(f"{self._path} does not describe a pipeline", self._problems)
-
-    def _node(self, name: str, value: Any) -> Node:
-        key = f"nodes.{name}"
-        quoted = rf"[\"']?{re.escape(name)}[\"']?"
-        line = self._line(0, rf"^\s*\[\s*nodes\s*\.\s*{quoted}\s*[\].]", rf"\b{quoted}\s*[.=]")
-        table = self._checked(key, line, value, Node, {"module": str, "spanned": (dict, list)})
-        if (given := table.get("module")) is not None:
-            table["module"] = self._load(f"{key}.module (line {line})", given)
-        return Node(name, **table, where=f"{self._path}:{line}")
-
-    def _edge(self, index: int, value: Any) -> Edge:
-        key, line = f"edges[{index}]", self._line(index, r"^\s*\[\[\s*[\"']?edges[\"']?\s*\]\]", r"\bsource\s*=")
-        table = self._checked(key, line, value, Edge, {})
-        for required in ("source", "target"):
-            if required not in table:
-                self._problems.append(f"{key}.{required} (line {line}) is missing.")
-                table[required] = ""
-        return Edge(**table, where=f"{self._path}:{line}")
-
-    def _line(self, nth: int, *patterns: str) -> int:
-        """The line where the n-th match of a pattern begins, of the first pattern that has so many."""
-        for pattern in patterns:
-            found = [i for i, line in enumerate(self._lines, 1) for _ in re.finditer(pattern, line)]
-            if nth < len(found):
-                return found[nth]
-        return 1
-
-    def _load(self, key: str, name: str) -> nn.Module | None:
-        try:
-            found = pkgutil.resolve_name(name)
-            module = found if isinstance(found, nn.Module) else found()
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - any code of the user's
-            self._problems.append(f"{key}: {name!r} cannot be loaded: {type(error).__name__}: {error}")
-            return None
-        if not isinstance(module, nn.Module):
-            self._problems.append(f"{key}: {name!r} gives a {type(module).__name__}, not an nn.Module.")
-            return None
-        return module
-
-    def _checked(self, key: str, line: int, value: Any, cls: type, special: Mapping[str, Any]) -> dict[str, Any]:
-        """What of a table has a known key and a value of the right type; the rest is noted."""
-        at = f" (line {line})" if line else ""
-        if not isinstance(value, dict):
-            self._problems.append(f"{key}{at} is {value!r}; expected a table.")
-            return {}
-        kinds = {f.name: special.get(f.name, _TOML_KINDS[str(f.type)]) for f in fields(cls) if f.name not in _NO_KEYS}
-        right = {}
-        for name, given in value.items():
-            path = f"{key}.{name}{at}" if key else name
-            if name not in kinds:
-                self._problems.append(f"{path} is not known; expected one of {sorted(kinds)}.")
-                continue
-            fits = isinstance(given, kinds[name]) and (kinds[name] is bool or not isinstance(given, bool))
-            if fits and (name in ("nodes", "edges") or _holds_names(given)):
-                right[name] = given
-            else:
-                self._problems.append(f"{path} is {given!r}; expected {_describe(name, kinds[name])}.")
-        return right
+def _are_names(value: object) -> bool:
+    if not isinstance(value, Collection) or isinstance(value, str):
+        return False
+    return all(isinstance(name, str) and name.isprintable() and name for name in value)
 
 
-_NO_KEYS = ("name", "where")
-_TOML_KINDS = {
-    "str": str,
-    "bool": bool,
-    "int": int,
-    "int | None": int,
-    "Sequence[str]": list,
-    "Sequence[str] | None": list,
-    "Sequence[Node]": dict,
-    "Sequence[Edge]": list,
-    "Mapping[str, Sequence[str]] | Sequence[str]": dict,
-    "nn.Module | None": str,
-}
-
-
-def _holds_names(given: Any) -> bool:
-    """Whether every list in a value, or in a table of walks, holds strings."""
-    parts = given.values() if isinstance(given, dict) else [given] if isinstance(given, list) else []
-    return all(isinstance(part, list) and all(isinstance(name, str) for name in part) for part in parts)
-
-
-def _describe(name: str, kind: Any) -> str:
-    if name == "spanned":
-        return "a list of names, or a table walk -> list of names"
-    kinds = {str: "a string", bool: "true or false", int: "a whole number", list: "a list of strings"}
-    return kinds.get(kind, "a table")
+def _wrong_attributes(key: str, part: object, types: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
+    for name, (kind, what) in types.items():
+        if not isinstance(value := getattr(part, name), kind):
+            yield f"{key}.{name}: {value!r}; expected {what}."

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import inspect
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,9 @@ class Constant:
     value: Any
 
 
-def normalise_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def normalise_call(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """`(args, kwargs)` in one canonical form, so that `f(x, 1)` and `f(x, n=1)` share a graph."""
     try:
         bound = signature.bind(*args, **kwargs)

@@ -64,9 +64,9 @@ def verify(
     if padding not in ("both", "left", "right"):
         raise InputError(f"padding={padding!r}: expected 'both', 'left' or 'right'.")
     signature = inspect.signature(model.forward)
-    args, kwargs = normalise_call(signature, example_args(args), dict(kwargs or {}))
-    call, tensors = split_call(args, kwargs)
-    dims = _input_dims(signature, args, kwargs, tensors, input_spans or {})
+    given = normalise_call(signature, example_args(args), kwargs or {})
+    call, tensors = split_call(*given)
+    dims = _input_dims(signature.bind(*given[0], **given[1]), tensors, {} if input_spans is None else input_spans)
     declarations = find_declarations(model, walk)
     forward = source_of(model, "forward")
     refused: list[DeclarationError] = []
@@ -117,16 +117,14 @@ def verify(
 
 
 def _input_dims(
-    signature: inspect.Signature,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    bound: inspect.BoundArguments,
     tensors: Sequence[Tensor],
     input_spans: Mapping[str, Span | int | Sequence[int]],
 ) -> dict[str, tuple[list[int], tuple[int, ...]]]:
     """For each named input its places among the tensors (several if it was given twice), and its spanned dims."""
     if not isinstance(input_spans, Mapping):
         raise InputError(f"input_spans is a {type(input_spans).__name__}: expected a mapping from names to dims.")
-    paths, _ = pytree.tree_flatten_with_path(dict(signature.bind(*args, **kwargs).arguments))
+    paths: Any = pytree.tree_flatten_with_path(dict(bound.arguments))[0]
     names = [f"{path[0].key}{pytree.keystr(path[1:])}".replace("['", ".").replace("']", "") for path, _ in paths]
     named = {name: leaf for name, (_, leaf) in zip(names, paths, strict=True) if isinstance(leaf, Tensor)}
     found = {}
@@ -134,7 +132,7 @@ def _input_dims(
         if name not in named:
             raise InputError(f"input_spans names {name!r}: the forward was given the tensors {sorted(named)}.")
         ndim = named[name].ndim
-        listed = given.dims if isinstance(given, Span) else given if isinstance(given, list | tuple) else (given,)
+        listed: Any = given.dims if isinstance(given, Span) else given if isinstance(given, list | tuple) else (given,)
         try:
             dims = tuple(operator.index(dim) for dim in listed)
         except TypeError:

@@ -227,7 +227,7 @@ def written_transposed(x: Tensor) -> Tensor:
 
 def written_by_an_operator_without_results(x: Tensor) -> Tensor:
     y = x.clone()
-    torch._foreach_add_([y], [x.flip(-1)])
+    torch.ops.aten._foreach_add_.List([y], [x.flip(-1)])
     return y * 2
 
 

@@ -88,7 +88,7 @@ def recurrent(rng: random.Random, x: Tensor) -> Op | None:
     bidirectional, state = rng.random() < 0.3, rng.random() < 0.2
     torch.manual_seed(rng.randrange(2**31))
     lstm = torch.nn.LSTM(x.shape[1], CHANNELS, batch_first=True, bidirectional=bidirectional).requires_grad_(False)
-    params = [weight.clone() for weight in lstm._flat_weights]
+    params = [weight.clone() for weight in lstm.parameters()]
     num = 2 if bidirectional else 1
 
     def run(x: Tensor) -> Tensor:
