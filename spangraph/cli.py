@@ -74,7 +74,7 @@ def verify(targets: tuple[str, ...], format_: str, output: Path | None, color: b
             report += _verify(target, **options)
     plain = output is not None or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
     color = not plain and sys.stdout.isatty() if color is None else bool(color and output is None)
-    text = report.text(color=color) if format_ == "text" else getattr(report, format_)()
+    text = report.text(color=bool(color)) if format_ == "text" else getattr(report, format_)()
     if output is not None:
         with _explained(str(output), trace):
             output.write_text(f"{text}\n", encoding="utf-8")

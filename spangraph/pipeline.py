@@ -295,9 +295,10 @@ _FLAG = "true or false"
 _NODE_TYPES: dict[str, tuple[Any, str]] = {
     "worker": (str, "a string"),
     "group": (str, "a string"),
+    "enable_async_scheduling": (bool, _FLAG),
     "lockstep": (bool, _FLAG),
+    "module": (nn.Module | None, "an nn.Module"),
 }
-_NODE_TYPES |= {"enable_async_scheduling": (bool, _FLAG), "module": (nn.Module | None, "an nn.Module")}
 _EDGE_TYPES: dict[str, tuple[Any, str]] = {name: (bool, _FLAG) for name in ("streaming", "loop_back", "takes_spans")}
 
 

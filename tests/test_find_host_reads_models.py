@@ -98,6 +98,24 @@ def silero() -> tuple[nn.Module, Callable[..., Any], tuple[Tensor, ...], Table]:
     return model, model, (audio,), expected
 
 
+def crepe() -> tuple[nn.Module, Callable[..., Any], tuple[Tensor, ...], Table]:
+    """Its bounds of bins are indexed with tensors, but of the host: `torch.tensor(fmin)`."""
+    import torchcrepe
+
+    class Predict(nn.Module):
+        def forward(self, audio: Tensor) -> Any:
+            decoder = torchcrepe.decode.argmax
+            return torchcrepe.predict(audio, 16000, 160, 50.0, 550.0, "tiny", decoder=decoder, return_periodicity=True)
+
+    torchcrepe.load.model("cpu", "tiny")
+    expected = [
+        ("SG402", "convert.py", "return cents + cents.new_tensor(noise)", 1),
+        ("SG402", "core.py", "frames /= torch.max(torch.tensor(1e-10, device=frames.device),", 1),
+    ]
+    model = Predict()
+    return model, model, (torch.randn(1, 4000),), sorted(expected, reverse=True)
+
+
 def hifigan() -> tuple[nn.Module, Callable[..., Any], tuple[Tensor, ...], Table]:
     from .workloads import hifigan_mel
 
@@ -119,7 +137,11 @@ def swin2sr() -> tuple[nn.Module, Callable[..., Any], tuple[Tensor, ...], Table]
     return workload.model, workload.model, workload.inputs, []
 
 
-MODELS = [silero, *(pytest.param(m, marks=pytest.mark.slow) for m in (encodec, vits, wav2vec2, hifigan, vae, swin2sr))]
+MODELS = [
+    silero,
+    crepe,
+    *(pytest.param(m, marks=pytest.mark.slow) for m in (encodec, vits, wav2vec2, hifigan, vae, swin2sr)),
+]
 
 
 @pytest.mark.parametrize("build", MODELS)

@@ -366,10 +366,11 @@ def check_graph(seed: int) -> tuple[int, int, list[str]]:
 
 # 40 graphs each: a minute in all, shared between processes.
 @pytest.mark.parametrize("block", range(8))
-def test_no_leak_is_missed_and_reach_is_right(block):
+def test_no_leak_is_missed_and_reach_is_right(block: int, record_property: Callable[[str, object], None]) -> None:
     checked = [check_graph(block * 1000 + seed) for seed in range(40)]
     nodes, first = sum(nodes for nodes, _, _ in checked), sum(first for _, first, _ in checked)
     false = Counter(op for _, _, ops in checked for op in ops)
-    print(f"{nodes} tensors, {first} first leaks, of which {false.total()} changed nothing: {dict(false)}")
+    counted = f"{nodes} tensors, {first} first leaks, of which {false.total()} changed nothing: {dict(false)}"
+    record_property("counted", counted)
     assert nodes > 100
     assert first - false.total() > 10
