@@ -176,7 +176,7 @@ ON_DEVICE: list[tuple[Callable[[Tensor, Tensor], tuple[Any, ...]], str]] = [
     (lambda x, h: (aten.copy_.default, (x, h), {}), "SG402"),
     (lambda x, h: (aten.copy_.default, (x, h[0]), {}), ""),
     (lambda x, h: (aten.copy_.default, (h, x), {}), "SG401"),
-    (lambda x, h: (aten.copy_.default, (h, x, True), {}), "SG402"),
+    (lambda x, h: (aten.copy_.default, (h, x, True), {}), "SG402"),  # K20: it lands at any time, or never
     (lambda x, h: (aten.copy_.default, (h, h, True), {}), ""),
     (lambda x, h: (aten.add.Tensor, (x, h), {}), "SG403"),
     (lambda x, h: (aten.add.Tensor, (x, h[0]), {}), ""),
