@@ -161,6 +161,16 @@ def test_ranks_of_a_group_must_declare_the_same() -> None:
     assert "['audio', 'f0']" in found.message
     assert not Pipeline(ranks[:2]).verify().diagnostics
 
+    # Names count, not how many or in which order; and those of the walk, not of the first one.
+    def pair(first: Any, second: Any) -> list[str]:
+        nodes = [Node("a", spanned=first, group="tp"), Node("b", spanned=second, group="tp")]
+        return [found.message[:16] for found in Pipeline(nodes, walks=("talk", "listen")).verify().errors]
+
+    assert pair(("x",), ("y",)) == ["on walk 'talk' a"]
+    assert pair(("x", "y"), ("y", "x")) == []
+    assert pair({"listen": ("x",)}, {"talk": ("x",)}) == ["on walk 'talk', ", "on walk 'listen'"]
+    assert pair({"talk": ("x",), "listen": ("y",)}, {"talk": ("x",), "listen": ("y",)}) == []
+
 
 def test_what_python_lets_through_is_of_the_right_type() -> None:
     """A string is a sequence of names to Python, and 0 another worker than "0"."""
@@ -262,7 +272,16 @@ def test_a_module_says_what_is_spanned_on_which_walk() -> None:
     pipeline = Pipeline(nodes, [Edge("talker.codes", "codec", walks=("decode",))], ("prefill", "decode"))
     (found,) = pipeline.verify().errors
     assert "walk 'decode'" in found.message
-    assert ("'codes' is declared", f"{__file__}:{Talker.forward.__code__.co_firstlineno}") in found.related
+    declared = [place for place in found.related if "is declared" in place[0]]
+    assert declared == [("'codes' is declared", f"{__file__}:{Talker.forward.__code__.co_firstlineno}")]
+
+
+def test_of_several_declaring_submodules_the_right_one_is_named() -> None:
+    pipeline = Pipeline([Node("chain", module=Chain()), Node("out")], [Edge("chain.codes", "out")])
+    (found,) = pipeline.verify().errors
+    assert [where for what, where in found.related if "is declared" in what] == [
+        f"{__file__}:{Talker.forward.__code__.co_firstlineno}"
+    ]
 
 
 # ---- derived from a model --------------------------------------------------------------------------------------------
