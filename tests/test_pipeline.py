@@ -168,7 +168,7 @@ def test_ranks_of_a_group_must_declare_the_same() -> None:
 
     assert pair(("x",), ("y",)) == ["on walk 'talk' a"]
     assert pair(("x", "y"), ("y", "x")) == []
-    assert pair({"listen": ("x",)}, {"talk": ("x",)}) == ["on walk 'talk', ", "on walk 'listen'"]
+    assert pair({"listen": ("x",)}, {"talk": ("x",)}) == ["on walk 'listen'", "on walk 'talk', "]
     assert pair({"talk": ("x",), "listen": ("y",)}, {"talk": ("x",), "listen": ("y",)}) == []
 
 
