@@ -55,7 +55,7 @@ def _input_spans(_context: click.Context, _option: click.Parameter, given: tuple
 @main.command()
 @click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
 @click.option("--walk", multiple=True, help="Check this walk; several add up.")
-@click.option("--strict", is_flag=True, help="Count what may leak padding as an error.")
+@click.option("--strict", is_flag=True, help="Count leaks, and reads that export leaves out, as errors.")
 @click.option("--format", "format_", type=click.Choice(["text", "json", "sarif"]), default="text")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write there; print the summary only.")
 @click.option("--color/--no-color", default=None, help="Default: on a terminal.")

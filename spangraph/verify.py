@@ -22,6 +22,7 @@ from spangraph.passes.leaks import Source
 from spangraph.passes.nodes import placeholders
 from spangraph.report import Report
 from spangraph.structure import example_args, normalise_call, split_call
+from spangraph.trace import Trace
 from spangraph.tracer import TRACE_LOCK, trace_model
 
 
@@ -93,24 +94,15 @@ def verify(
     if not refused:
         try:
             trace = trace_model(model, walk, call, tensors, tracer="export", verify="off")
+            if not strict and not find_host_reads(erase_assertions(trace.gm)):
+                found = [_traced_around(d) if d.rule == "SG401" else d for d in found]
+            found += trace.diagnostics
+            found += _check_graph(trace, dims, padding)
+        except DeclarationError as error:
+            found.append(_refusal(error, forward))
         except TraceError as error:
             if declarations or dims:
                 found.append(_not_followed(error, forward, any(d.rule == "SG401" for d in found)))
-        else:
-            found += trace.diagnostics
-            if not strict and not find_host_reads(erase_assertions(trace.gm)):
-                found = [_traced_around(d) if d.rule == "SG401" else d for d in found]
-            inputs = placeholders(trace.gm.graph)
-            sources = [
-                Source(inputs[i], name, spanned, padding) for name, (places, spanned) in dims.items() for i in places
-            ]
-            try:
-                prepared = prepare_graph(
-                    trace.gm, trace.infos, trace.leaf_names, reads=True, sources=sources, padding=padding
-                )
-                found += prepared.diagnostics
-            except DeclarationError as error:
-                found.append(_refusal(error, forward))
     if strict:
         found = [replace(d, severity="error") if d.rule.startswith("SG2") else d for d in found]
     return Report(found)
@@ -176,6 +168,19 @@ def _bad_spans(marking: Marking) -> Iterator[Diagnostic]:
                 "compute the span from what is produced, not from what was asked for.",
                 count=len(bad),
             )
+
+
+def _check_graph(trace: Trace, dims: Mapping[str, tuple[list[int], tuple[int, ...]]], padding: str) -> list[Diagnostic]:
+    """What the passes say of the exported graph.
+
+    Raises:
+        DeclarationError: SG109.
+    """
+    inputs = placeholders(trace.gm.graph)
+    sources = [Source(inputs[i], name, spanned, padding) for name, (places, spanned) in dims.items() for i in places]
+    return prepare_graph(
+        trace.gm, trace.infos, trace.leaf_names, reads=True, sources=sources, padding=padding
+    ).diagnostics
 
 
 def _traced_around(read: Diagnostic) -> Diagnostic:

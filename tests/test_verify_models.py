@@ -92,7 +92,7 @@ def test_vae_mixes_everything_at_each_norm() -> None:
     in_attention = 1  # behind a view that merges height and width
     assert found["group_norm"] == count(decoder, nn.GroupNorm) - in_attention
     assert found["conv2d"] == count(decoder, nn.Conv2d)
-    assert [d.message.split()[2] for d in report.warnings if d.rule == "SG203"] == ["view"]
+    assert [d.message.split()[1] for d in report.warnings if d.rule == "SG203"] == ["view"]
 
 
 @pytest.mark.slow
@@ -100,7 +100,8 @@ def test_wav2vec2_mixes_in_convolutions_and_attention() -> None:
     workload = _workload("wav2vec2_frames")
     report = report_of("wav2vec2_frames", {"input_values": (-1,)})
     convolutions = count(workload.model, nn.Conv1d)
-    assert operators(report) == {"conv1d": convolutions, "scaled_dot_product_attention": 3}
+    attentions = sum(type(module).__name__ == "Wav2Vec2Attention" for module in workload.model.modules())
+    assert operators(report) == {"conv1d": convolutions, "scaled_dot_product_attention": attentions}
     # The mask's `.all()` is a branch of eager runs.
     assert [(d.rule, d.severity) for d in report.diagnostics if d.rule == "SG401"] == [("SG401", "warning")]
 
@@ -119,7 +120,7 @@ def test_swin2sr_is_followed_to_its_windows() -> None:
     report = report_of("swin2sr_x2", {"images": (-2, -1)})
     assert not report.errors
     assert operators(report, "SG203").keys() == {"what"}
-    assert "window_partition" in report.text()
+    assert "window_size, window_size" in report.text()  # window_partition
     assert operators(report)["conv2d"] >= 1
 
 
