@@ -165,8 +165,8 @@ class _Follower:
             self._states[node] = state
 
     def _tracks(self, node: fx.Node) -> _State:
-        parts = self._parts.get(node, ())
-        return self._states.get(node, ()) + tuple(track for part in parts for track in part)
+        state = self._states.get(node, ())
+        return state + tuple(track for part in self._parts[node] for track in part) if node in self._parts else state
 
     # ---- one operator ----------------------------------------------------------------------------------------------
 
@@ -184,46 +184,34 @@ class _Follower:
             return self._unknown(node) if written(node) else ()
         if packet in places.LIKE_OTHER:
             args.pop("other", None)
-        operands = [(name, source) for name, given in args.items() for source in nodes_in([given])]
-        operands = [(name, source) for name, source in operands if self._tracks(source)]
+        operands = [(name, n) for name, given in args.items() for n in _nodes(given) if self._tracks(n)]
         if packet in places.CATS:
             args["ahead"] = places.ahead(args, [source for _, source in operands])
         several = isinstance(result, list | tuple)
         outs = tuple(shape_of_result(out) for out in (result if several else [result]))
-        if not places.are_static(*outs, *(shape_of(source) for _, source in operands)):
+        shapes = [shape_of(source) for _, source in operands]
+        if not places.are_static(*outs, *shapes):
             return self._unknown(node, "a size is only known when it runs")
+        is_elementwise = torch.Tag.pointwise in target.tags or packet in places.ELEMENTWISE
+        calls = [Call(str(target), args, shape, outs, partial(places.landing, node)) for shape in shapes]
         found: list[_State] = []
-        for index in range(len(outs)):
-            if several and not _is_used(node, index):
-                found.append(())
-                continue
-            tracks = [
-                self._land(node, packet, track, self._effect(node, packet, args, name, source, outs, track, index))
-                for name, source in operands
-                for track in self._tracks(source)
-            ]
-            found.append(self._join(node, [track for track in tracks if track is not None]))
+        for index, out in enumerate(outs):
+            tracks: list[Track] = []
+            for (name, source), call in (
+                zip(operands, calls, strict=True) if not several or _is_used(node, index) else ()
+            ):
+                for track in self._tracks(source):
+                    if is_elementwise:
+                        effect = elementwise(track, call.shape, out)
+                    else:
+                        effect = effect_of(packet, call, name, track, index)
+                    if (landed := self._land(node, packet, track, effect)) is not None:
+                        tracks.append(landed)
+            found.append(self._join(node, tracks))
         if several:
             self._parts[node] = found
             return ()
         return found[0]
-
-    def _effect(
-        self,
-        node: fx.Node,
-        packet: Any,
-        args: dict[str, Any],
-        name: str,
-        operand: fx.Node,
-        outs: tuple[tuple[int, ...], ...],
-        track: Track,
-        index: int,
-    ) -> Effect:
-        shape = shape_of(operand)
-        if torch.Tag.pointwise in node.target.tags or packet in places.ELEMENTWISE:  # type: ignore[union-attr]
-            return elementwise(track, shape, outs[index])
-        call = Call(str(node.target), args, shape, outs, partial(places.landing, node))
-        return effect_of(packet, call, name, track, index)
 
     def _land(self, node: fx.Node, packet: Any, track: Track, effect: Effect) -> Track | None:
         """Note what leaks, and return the track afterwards."""
@@ -324,6 +312,10 @@ class _Follower:
 
     def _last_use(self, node: fx.Node) -> int:
         return max((self._order[user] for user in node.users), default=-1)
+
+
+def _nodes(given: Any) -> Sequence[fx.Node]:
+    return (given,) if isinstance(given, fx.Node) else nodes_in([given]) if isinstance(given, list | tuple) else ()
 
 
 def _of(axis: str, state: _State) -> set[Track]:

@@ -9,7 +9,16 @@ from torch import fx
 
 from spangraph.diagnostics import Diagnostic
 from spangraph.passes.marks import Mark, overwritten_error
-from spangraph.passes.nodes import clone_of, find_late_writes, output_node, result_nodes, storage_roots, val, written
+from spangraph.passes.nodes import (
+    aliased,
+    clone_of,
+    find_late_writes,
+    output_node,
+    result_nodes,
+    storage_roots,
+    val,
+    written,
+)
 
 
 def snapshot_spans(gm: fx.GraphModule, marks: Sequence[Mark]) -> tuple[fx.GraphModule, list[Mark]]:
@@ -41,12 +50,15 @@ def snapshot_spans(gm: fx.GraphModule, marks: Sequence[Mark]) -> tuple[fx.GraphM
 
 def diagnose_kept_spans(gm: fx.GraphModule, marks: Sequence[Mark]) -> list[Diagnostic]:
     """SG206, a warning: spans in a buffer of which a step may write a part only."""
-    roots = storage_roots(gm.graph)
     found = []
+    roots: dict[fx.Node, fx.Node] = {}
     for mark in marks:
-        root = roots[mark.staged]
+        root = mark.staged
+        while (source := aliased(root)) is not None:
+            root = source
         if mark.spans is None or root.op != "get_attr":
             continue
+        roots = roots or storage_roots(gm.graph)
         targets = [target for node in gm.graph.nodes for target in written(node) if roots[target] is root]
         if not any(val(target).shape == val(root).shape for target in targets):
             message = (
