@@ -197,9 +197,8 @@ class _Follower:
         found: list[_State] = []
         for index, out in enumerate(outs):
             tracks: list[Track] = []
-            for (name, source), call in (
-                zip(operands, calls, strict=True) if not several or _is_used(node, index) else ()
-            ):
+            uses = zip(operands, calls, strict=True) if not several or _is_used(node, index) else ()
+            for (name, source), call in uses:
                 for track in self._tracks(source):
                     if is_elementwise:
                         effect = elementwise(track, call.shape, out)
@@ -224,8 +223,10 @@ class _Follower:
         elif effect.spans is None and not (effect.before or effect.after):
             rule = "SG202" if is_rows and packet in ROUTES else "SG203"
             self._note(node, rule, track.axis, inf, inf, effect.reason, inf)
-        if effect.spans is None or effect.spans is track.spans:
-            return track if effect.spans is not None else None
+        if effect.spans is None:
+            return None
+        if effect.spans is track.spans and not (before or after):
+            return track
         moved = replace(track, spans=effect.spans)
         if moved.is_reversed != track.is_reversed:
             moved = replace(moved, before=track.after, after=track.before)
