@@ -25,7 +25,7 @@ from spangraph.passes.nodes import (
 )
 
 if TYPE_CHECKING:
-    from spangraph.declare import Span
+    from spangraph.spans import Span
 
 _MARKS = (torch.ops.spangraph.mark.default, torch.ops.spangraph.mark_value.default)
 

@@ -7,7 +7,7 @@ host after the step: no host read in the model, no padded copies.
 from spangraph import kernels as kernels  # registers the operators, before anything traces
 from spangraph.backends import Backend, CudaBackend, InlineBackend
 from spangraph.compile import Compiled, compile
-from spangraph.declare import Span, SpannedOutput, declare, from_lengths, from_mask, withhold
+from spangraph.declare import declare
 from spangraph.diagnostics import Diagnostic
 from spangraph.errors import (
     CaptureError,
@@ -31,6 +31,7 @@ from spangraph.errors import (
 )
 from spangraph.pipeline import Edge, Node, Pipeline
 from spangraph.report import Report
+from spangraph.spans import Span, SpannedOutput, from_lengths, from_mask, withhold
 from spangraph.stager import SpanStager, Tail
 from spangraph.step import Rows, Step
 from spangraph.verify import verify

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spangraph.declare import Declaration, Span, iter_spanned
+from spangraph.declare import Declaration
 from spangraph.errors import DeclarationError
 from spangraph.passes.marks import MarkInfo
+from spangraph.spans import Span, iter_spanned
 
 
 class Marking:

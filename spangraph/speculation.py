@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from spangraph.declare import Span, SpannedOutput
 from spangraph.errors import RingFullError
 from spangraph.pipeline import Edge, Pipeline
 from spangraph.schedules import Schedule, Scheduler
 from spangraph.simulated import SimulatedDevice, SimulatedGraph, SimulatedStream
+from spangraph.spans import Span, SpannedOutput
 from spangraph.stager import SpanStager, Tail
 from spangraph.step import Step
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from spangraph.backends import Backend, InlineBackend, resolve_backend
-from spangraph.declare import Declaration, Span, SpannedOutput
+from spangraph.declare import Declaration
 from spangraph.errors import DeclarationError, InputError, RowLookupError
 from spangraph.kernels.stage import check_stage_args
 from spangraph.passes.span_maps import SpanMap
 from spangraph.ring import Launch, Layout, Ring, SlotBuffer
+from spangraph.spans import Span, SpannedOutput
 from spangraph.step import Cut, Step
 
 

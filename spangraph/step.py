@@ -10,10 +10,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from spangraph.declare import Span, describe_bad_span
 from spangraph.errors import RowLookupError, SpanError, StaleStepError, StepStateError
 from spangraph.passes.span_maps import SpanMap
 from spangraph.ring import Launch, Ring
+from spangraph.spans import Span, describe_bad_span
 
 # A tensor, or a tuple of them where a row has several spans; typed so that the usual case needs no cast.
 Entry = Any

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from spangraph.declare import SpannedOutput
 from spangraph.errors import InputError, TraceError
+from spangraph.spans import SpannedOutput
 
 # Leaves of (args, kwargs) that may be baked into a graph: compared by type and value.
 _CONSTANTS = (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,32 @@ class _Tracing(threading.local):
 _tracing = _Tracing()
 
 
+def refuse_nested() -> None:
+    """Refuse to launch inside a trace: the launch would be traced, or happen once.
+
+    Raises:
+        TraceError: if this thread is tracing.
+    """
+    if _tracing.active:
+        raise TraceError(
+            "the forward of a compiled model launches another compiled model: call the plain module inside, and compile"
+            " the whole, or launch one after the other outside."
+        )
+
+
+@contextlib.contextmanager
+def _one_trace() -> Iterator[None]:
+    """The only trace in the process, and not inside another; Python's and numpy's random states stay as they are."""
+    refuse_nested()
+    with TRACE_LOCK, preserve_random():
+        _tracing.active = True
+        try:
+            yield
+        finally:
+            _tracing.active = False
+
+
+@_one_trace()
 def trace_model(
     model: nn.Module,
     walk: str,
@@ -52,38 +79,6 @@ def trace_model(
     Raises:
         TraceError, HostReadError, DeclarationError, or what the forward raises.
     """
-    refuse_nested()
-    with TRACE_LOCK:
-        _tracing.active = True
-        try:
-            with preserve_random():
-                return _trace_model(model, walk, call, tensors, tracer, verify, generators)
-        finally:
-            _tracing.active = False
-
-
-def refuse_nested() -> None:
-    """Refuse to launch inside a trace: the launch would be traced, or happen once.
-
-    Raises:
-        TraceError: if this thread is tracing.
-    """
-    if _tracing.active:
-        raise TraceError(
-            "the forward of a compiled model launches another compiled model: call the plain module inside, and compile"
-            " the whole, or launch one after the other outside."
-        )
-
-
-def _trace_model(
-    model: nn.Module,
-    walk: str,
-    call: CallSpec,
-    tensors: Sequence[Tensor],
-    tracer: str,
-    verify: str,
-    generators: Sequence[torch.Generator],
-) -> Trace:
     declarations = find_declarations(model, walk)
     inference = any(t.is_inference() for t in [*model.parameters(), *model.buffers()])
     with run_mode(inference):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from spangraph.declare import Span, describe_bad_span, find_declarations, source_of
+from spangraph.declare import find_declarations, source_of
 from spangraph.diagnostics import Diagnostic
 from spangraph.errors import DeclarationError, InputError, TraceError
 from spangraph.hazards import find_capture_hazards
@@ -21,6 +21,7 @@ from spangraph.passes.host_reads import erase_assertions, find_host_reads
 from spangraph.passes.leaks import Source
 from spangraph.passes.nodes import placeholders
 from spangraph.report import Report
+from spangraph.spans import Span, describe_bad_span
 from spangraph.structure import example_args, normalise_call, split_call
 from spangraph.trace import Trace
 from spangraph.tracer import TRACE_LOCK, trace_model

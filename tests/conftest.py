@@ -2,8 +2,12 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
 
 _ROOT = str(Path(__file__).resolve().parent.parent)
 sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry or os.curdir) != _ROOT]
@@ -16,3 +20,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         for name, value in report.user_properties:
             if name == "counted":
                 terminalreporter.write_line(f"{report.nodeid.partition('::')[2]}: {value}")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Small networks: threads that wait for each other take many times as long as one, on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)

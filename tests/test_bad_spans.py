@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from spangraph import from_lengths, from_mask
-from spangraph.declare import describe_bad_span
+from spangraph.spans import describe_bad_span
 
 # Powers of two and their neighbours overflow sentinels near int64's limits; 1 is unscaled; 2**20 is the largest hop.
 HOPS = (1, 2, 3, 6, 256, 320, 2**20)

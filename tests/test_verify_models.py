@@ -5,23 +5,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
-import torch
 from torch import nn
 
 from spangraph import Report, verify
 
 from .test_workloads import _workload
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def report_of(name: str, spans: dict[str, tuple[int, ...]]) -> Report:

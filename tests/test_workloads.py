@@ -64,13 +64,7 @@ class Case:
     result: Any  # of the first call, owned
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """These networks are small: threads that wait for each other take many times as long as one, on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _module(name: str) -> Any:
