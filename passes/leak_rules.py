@@ -147,7 +147,7 @@ def effect_of(packet: Any, call: Call, name: str, track: Track, index: int) -> E
     except NotStaticError:
         return Effect(None, reason="an amount is only known when it runs")
     if isinstance(found, str):
-        return _all(None, reason="it mixes them") if packet in _MIXERS else Effect(None, reason=found)
+        return _all(None, reason="it reduces or sorts them") if packet in _MIXERS else Effect(None, reason=found)
     if packet in _NORMS and _NORMS[packet](call, track.dim):
         return _all(found, reason="its statistics are taken over them")
     if packet in _ALONG and track.dim in call.dims():
