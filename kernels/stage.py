@@ -10,7 +10,7 @@ All of them take int64 tensors:
 
 * `cursor`, device `[1]`: how many launches have been staged so far.
 * `control`, pinned `[num_records, CONTROL_WORDS]`: launch `n` looks at record `(n - 1) % num_records`, which is
-  (generation, slot, num_rows, graph).
+  (generation, slot, num_rows, graph, copy_slot); the last is for `compact`.
 * `slots`, pinned `[num_slots, words]`: the ring. Word 0 of a slot is the generation it holds.
 * `columns`, device `[bs, ...]` each, one `bs` for all: column `j` goes to the words from `offsets[j]` on.
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     # Triton ships no types. At run time `_load_kernel` binds `tl`: importing spangraph must not import Triton.
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]  # noqa: TC004
 
-CONTROL_WORDS = 4
-"""Words of a control record: generation, slot, num_rows, graph."""
+CONTROL_WORDS = 5
+"""Words of a control record: generation, slot, num_rows, graph, copy_slot."""
 
 HEADER_WORDS = 2
 """Words before a slot's columns: the generation, and one reserved so that columns start at a 16-byte boundary."""
@@ -166,7 +166,7 @@ def stage_ref(
     # costs less than a view of one.
     count = int(cursor.item())
     records = control.tolist()
-    generation, slot, num_rows, owner = records[count % len(records)]
+    generation, slot, num_rows, owner, _ = records[count % len(records)]
     if generation != count + 1 or owner != graph or not 0 <= slot < slots.size(0):
         return
     base = slots.storage_offset() + slot * slots.size(1)
@@ -201,7 +201,7 @@ def stage_copy(
         slot: the slot that `mirror` mirrors.
     """
     records = control.to(mirror.device, non_blocking=True)
-    generation, target, num_rows, owner = records.index_select(0, cursor % records.size(0))[0].unbind()
+    generation, target, num_rows, owner, _ = records.index_select(0, cursor % records.size(0))[0].unbind()
     live = (generation == cursor + 1) & (target == slot) & (owner == graph)
     fresh = mirror.clone()
     fresh[0].copy_(generation)

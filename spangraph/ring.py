@@ -193,7 +193,7 @@ class Ring:
             slot = self._take_slot(tail)
             launch = Launch(tail, self._next, slot, row_ids, num_rows)
             base = (self._next - 1) % self.num_slots * CONTROL_WORDS
-            self._control[base + 1 : base + CONTROL_WORDS] = [slot, num_rows, tail.graph]
+            self._control[base + 1 : base + CONTROL_WORDS] = [slot, num_rows, tail.graph, -1]
             self._control[base] = self._next  # last: a record is never half of one and half of another
             self._next += 1
         self._live[id(launch)] = launch

@@ -72,7 +72,7 @@ def test_a_control_record_says_generation_slot_rows_and_graph() -> None:
     engine.device.hold()
     step = engine.launch(Batch.random(), ["a", "b"], lane=1, num_rows=2)
     records = engine.ring.control.host.view(-1, CONTROL_WORDS)
-    assert records[0].tolist() == [1, 0, 2, engine.lanes[1].tail.graph]
+    assert records[0].tolist() == [1, 0, 2, engine.lanes[1].tail.graph, -1]
     assert not records[1:].any()
     engine.device.resume()
     step.wait()

@@ -117,7 +117,7 @@ def test_the_record_is_read_at_system_scope(target: str, shape: str, compiled: C
         reads = _instructions(assembly, r"ld\.volatile\.global\.b64")
     else:
         reads = re.findall(r"^\s*global_load_dwordx2 .* sc0 sc1$", assembly, re.MULTILINE)
-    assert len(reads) == CONTROL_WORDS
+    assert len(reads) == 4  # generation, slot, num_rows, graph
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -166,7 +166,7 @@ class Ring:
     def reserve(self, launch: Launch) -> None:
         count = int(self.cursor)
         record = [count + 1 + launch.generation_error, launch.slot, launch.num_rows, GRAPH]
-        self.control[count % len(self.control)] = torch.tensor(record if launch.record else [0] * CONTROL_WORDS)
+        self.control[count % len(self.control)] = torch.tensor([*record, 0] if launch.record else [0] * CONTROL_WORDS)
 
     def expect(self, launch: Launch, columns: list[Tensor]) -> tuple[list[int], list[list[int]]]:
         """The cursor and the slots after `launch`, from the contract alone and in plain Python."""

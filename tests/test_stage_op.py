@@ -63,7 +63,7 @@ def test_the_stage_operator_stages_a_record_and_ignores_its_absence() -> None:
     assert torch.equal(slots, before)
     assert cursor.tolist() == [0]
 
-    control[0] = torch.tensor([1, 2, 2, 6])
+    control[0] = torch.tensor([1, 2, 2, 6, -1])
     ops.stage(cursor, slots, control, columns, [2, 10], 6)
     assert slots[2].tolist() == [1, before[2, 1], 1, 5, 0, 7, 0, 0, *before[2, 8:10], 40, 50, 0, *before[2, 13:]]
     assert torch.equal(slots[:2], before[:2])
@@ -74,7 +74,7 @@ def test_the_stage_operator_with_a_mirror_copies_the_whole_slot() -> None:
     cursor, slots, control = _ring()
     mirror = slots[1].clone()
     slots[1, 31] = 12345  # not in the mirror: shows that it is the mirror that is copied
-    control[0] = torch.tensor([1, 1, 1, 0])
+    control[0] = torch.tensor([1, 1, 1, 0, -1])
 
     ops.stage(cursor, slots, control, [torch.tensor([[1, 5], [0, 7]])], [2], 0, mirror, 1)
     assert slots[1].tolist() == [1, mirror[1], 1, 5, 0, 0, *mirror[6:]]
@@ -87,8 +87,8 @@ def test_the_stage_operator_with_a_mirror_copies_the_whole_slot() -> None:
 def test_staging_works_in_every_grad_mode(context: Callable[[], torch.no_grad], with_mirror: bool) -> None:
     """K29: the ring is allocated outside inference mode and written inside, and the reverse is the next launch."""
     cursor, slots, control = _ring()
-    control[0] = torch.tensor([1, 0, 3, 0])
-    control[1] = torch.tensor([2, 0, 3, 0])
+    control[0] = torch.tensor([1, 0, 3, 0, -1])
+    control[1] = torch.tensor([2, 0, 3, 0, -1])
     mirror = slots[0].clone() if with_mirror else None
     with context():
         column = torch.tensor([7, 8, 9])
@@ -103,7 +103,7 @@ def test_staging_under_fake_tensors_touches_no_memory() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     cursor, slots, control = _ring()
-    control[0] = torch.tensor([1, 0, 3, 0])
+    control[0] = torch.tensor([1, 0, 3, 0, -1])
     before = slots.clone()
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(tensor) for tensor in (cursor, slots, control)]
@@ -124,7 +124,7 @@ def test_the_plain_copy_reads_nothing_on_the_host() -> None:
 def test_staging_survives_a_trace_and_runs_once_per_call() -> None:
     """A traced graph holds one staging node, with the ring as constants, and dead-code elimination keeps it."""
     cursor, slots, control = _ring()
-    control[:2] = torch.tensor([[1, 0, 3, 9], [2, 1, 3, 9]])
+    control[:2] = torch.tensor([[1, 0, 3, 9, -1], [2, 1, 3, 9, -1]])
 
     class Tail(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ def test_marks_pass_through_torch_compile(backend: str) -> None:
 @pytest.mark.parametrize("with_mirror", [False, True])
 def test_torch_accepts_the_stage_operator(with_mirror: bool) -> None:
     cursor, slots, control = _ring()
-    control[0] = torch.tensor([1, 0, 2, 5])
+    control[0] = torch.tensor([1, 0, 2, 5, -1])
     mirror = slots[0].clone() if with_mirror else None
     columns = [torch.tensor([[1, 5], [0, 7], [9, 9]]), torch.tensor([40, 50, 60])]
     torch.library.opcheck(ops.stage.default, (cursor, slots, control, columns, [2, 10], 5, mirror, 0))
@@ -231,7 +231,7 @@ def test_torch_accepts_the_marks() -> None:
 
 def test_a_second_import_registers_nothing_twice() -> None:
     cursor, slots, control = _ring()
-    control[0] = torch.tensor([1, 0, 1, 0])
+    control[0] = torch.tensor([1, 0, 1, 0, -1])
     importlib.reload(spangraph.kernels.ops)
     ops.stage(cursor, slots, control, [torch.tensor([4])], [2], 0)
     assert slots[0, [0, 2]].tolist() == [1, 4]
@@ -248,7 +248,7 @@ def test_importing_leaves_triton_alone_and_works_without_it() -> None:
         sys.modules["triton"] = None
         has_triton.cache_clear()
         assert not has_triton()
-        zeros = torch.zeros(2, 4, dtype=torch.int64)
+        zeros = torch.zeros(2, 5, dtype=torch.int64)
         torch.ops.spangraph.stage(zeros[0, :1], zeros, zeros, [zeros[0]], [2], 0)
         try:
             stage(zeros[0, :1], zeros, zeros, [zeros[0]], [2], 0)
@@ -326,4 +326,4 @@ def test_pageable_host_memory_is_refused_beside_a_gpu() -> None:
     on_device["offsets"] = [2]
     with pytest.raises(InputError, match="slots is not pinned"):
         _check(**on_device)
-    _check(**on_device, slots=_ints(3, 32).pin_memory(), control=_ints(4, 4).pin_memory())
+    _check(**on_device, slots=_ints(3, 32).pin_memory(), control=_ints(4, CONTROL_WORDS).pin_memory())
