@@ -12,14 +12,14 @@ from torch import fx
 
 from spangraph.diagnostics import Diagnostic
 from spangraph.passes.host_reads import erase_assertions, refuse_host_reads
-from spangraph.passes.insert_staging import erase_marks, insert_staging_node
+from spangraph.passes.insert_staging import Copied, erase_marks, insert_staging_node
 from spangraph.passes.leaks import Source, diagnose_leaks
 from spangraph.passes.marks import Mark, MarkInfo, find_marks, hoist_marks
 from spangraph.passes.memory import diagnose_kept_spans, isolate_outputs, snapshot_spans
 from spangraph.passes.nodes import result_nodes
 from spangraph.passes.plan_cuts import PlannedCut, deliver_values, plan_cuts
 
-__all__ = ["Prepared", "insert_staging_node", "prepare_graph"]
+__all__ = ["Copied", "Prepared", "insert_staging_node", "prepare_graph"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Prepared:
         cuts: which outputs are cut.
         results: the graph's output nodes.
         value_outputs: for each mark, which output its value is; -1 for row values.
+        staged_outputs: outputs that are what some mark stages: output -> mark.
         diagnostics: SG203 for outputs that derive from a spanned value and are delivered whole; SG201, SG202 and SG203
             where padding may leak, SG206 where spans may be stale. All are warnings.
     """
@@ -41,6 +42,7 @@ class Prepared:
     cuts: list[PlannedCut]
     results: list[fx.Node]
     value_outputs: list[int]
+    staged_outputs: dict[int, int]
     diagnostics: list[Diagnostic]
 
 
@@ -77,6 +79,8 @@ def prepare_graph(
     diagnostics += [found for found in warnings if (found.rule, found.where) not in whole]
     delivered = result_nodes(gm.graph)
     value_outputs = [-1 if mark.spans is None else delivered.index(mark.value) for mark in marks]
+    staged = {mark.staged: i for i, mark in enumerate(marks)}
+    staged_outputs = {output: staged[node] for output, node in enumerate(delivered) if node in staged}
     gm = erase_marks(gm, marks)
     gm = isolate_outputs(gm)
-    return Prepared(gm, marks, cuts, result_nodes(gm.graph), value_outputs, diagnostics)
+    return Prepared(gm, marks, cuts, result_nodes(gm.graph), value_outputs, staged_outputs, diagnostics)

@@ -106,16 +106,16 @@ class SpanMap:
         """
         view = tensor[row] if not self.row_dim else tensor.select(self.row_dim, row)
         if self.is_identity:
-            for dim, (start, end) in zip(self._row_dims, spans, strict=True):
+            for dim, (start, end) in zip(self.row_dims, spans, strict=True):
                 view = view.narrow(dim, start, end - start)
             return view
-        for index, (dim, span) in enumerate(zip(self._row_dims, spans, strict=True)):
+        for index, (dim, span) in enumerate(zip(self.row_dims, spans, strict=True)):
             start, end = self.apply(index, *span)
             view = view.narrow(dim, start, end - start)
         return view
 
     @cached_property
-    def _row_dims(self) -> tuple[int, ...]:
+    def row_dims(self) -> tuple[int, ...]:
         """The spanned dims once the row has been selected."""
         return tuple(dim - (self.row_dim is not None and dim > self.row_dim) for dim in self.dims)
 

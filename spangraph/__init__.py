@@ -32,8 +32,10 @@ from spangraph.errors import (
 from spangraph.pipeline import Edge, Node, Pipeline
 from spangraph.report import Report
 from spangraph.spans import Span, SpannedOutput, from_lengths, from_mask, withhold
-from spangraph.stager import SpanStager, Tail
+from spangraph.slots import Copy, Counts
+from spangraph.stager import SpanStager
 from spangraph.step import Rows, Step
+from spangraph.tail import Tail
 from spangraph.verify import verify
 
 __version__ = "0.1.0"
@@ -43,6 +45,8 @@ __all__ = [
     "CaptureError",
     "ClosedError",
     "Compiled",
+    "Copy",
+    "Counts",
     "CudaBackend",
     "DeclarationError",
     "Diagnostic",

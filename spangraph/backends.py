@@ -74,12 +74,14 @@ class Backend(ABC):
         static: whether a replay writes its outputs to the same memory as the last one. Where it does not, outputs are
             fresh tensors at every launch.
         ordered_header: whether a header seen by a polling host proves that the spans before it have landed.
+        debug: whether what the contract lets die is poisoned.
     """
 
     name: str
     device: torch.device
     static: bool
     ordered_header: bool = False
+    debug: bool = False
 
     @abstractmethod
     def pinned(self, *shape: int, writer: str) -> Pinned:
@@ -94,8 +96,10 @@ class Backend(ABC):
         """Whether the caller may overwrite `value` before work that was enqueued earlier has read it."""
 
     @abstractmethod
-    def capture(self, fn: Callable[[], T], *, generators: Sequence[torch.Generator] = ()) -> tuple[Graph, T]:
-        """Warm `fn` up and capture it with memory of its own; returns the graph and what `fn` returned.
+    def capture(
+        self, fn: Callable[[], T], *, generators: Sequence[torch.Generator] = (), pool: Any = None
+    ) -> tuple[Graph, T]:
+        """Warm `fn` up and capture it, with memory of its own or in a pool; returns the graph and what `fn` returned.
 
         Raises:
             CaptureError: if the device refuses; what `fn` itself raises is passed on. Either way the backend is usable.
@@ -143,9 +147,24 @@ class Backend(ABC):
         """The value of a device word; only after `synchronize`."""
         return int(cursor.item())
 
-    def poison(self, tensors: Sequence[Tensor], after: Sequence[Event] = ()) -> None:  # noqa: B027
-        """Overwrite outputs that the contract lets die, in stream order, and after the events of streams that still
-        read them. Does nothing where debugging is off."""
+    def poison(  # noqa: B027
+        self, outputs: Sequence[Tensor], memory: Sequence[Tensor] = (), *, after: Sequence[Event] = ()
+    ) -> None:
+        """Overwrite what the contract lets die, in stream order, and after the events of streams that still read it.
+        Does nothing where debugging is off.
+
+        Args:
+            outputs: of a graph, or of a function that ran inline.
+            memory: bytes of a ring, on the device or on the host.
+        """
+
+    def new_pool(self) -> Any:
+        """Memory for graphs whose outputs nobody keeps, to be shared by their captures."""
+        return None
+
+    def pool_bytes(self, graph: Graph | None) -> tuple[Any, int]:
+        """Which memory pool a graph has, and the pool's bytes; 0 where graphs have none."""
+        return None, 0
 
 
 class _Done:
@@ -167,15 +186,27 @@ def writable(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor
 
 
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory in which tensors lie, each storage once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def poison_of(dtype: torch.dtype) -> float | int | bool:
+    """NaN; of ints the smallest, of bytes the largest, which makes NaN of any float that lies in them."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    if dtype is torch.bool:
+        return True
+    info = torch.iinfo(dtype)
+    return info.min or info.max
+
+
 def poison_(tensors: Iterable[Tensor]) -> None:
-    """Overwrite tensors with NaN, or with the smallest int."""
+    """Overwrite tensors with what `poison_of` says."""
     with torch.inference_mode():
-        for whole in tensors:
-            tensor = writable(whole, whole)
-            if tensor.is_floating_point() or tensor.is_complex():
-                tensor.fill_(float("nan"))
-            else:
-                tensor.fill_(True if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min)
+        for tensor in tensors:
+            writable(tensor, tensor).fill_(poison_of(tensor.dtype))
 
 
 @dataclass
@@ -223,7 +254,9 @@ class InlineBackend(Backend):
     def host_buffer(self, like: Tensor) -> Tensor:
         return torch.empty_like(like)
 
-    def capture(self, fn: Callable[[], T], *, generators: Sequence[torch.Generator] = ()) -> tuple[Graph, T]:
+    def capture(
+        self, fn: Callable[[], T], *, generators: Sequence[torch.Generator] = (), pool: Any = None
+    ) -> tuple[Graph, T]:
         graph = _Function(fn)
         _replaying.stack.append(graph)
         try:
@@ -253,9 +286,11 @@ class InlineBackend(Backend):
     def copy_in(self, static: Tensor, value: Tensor) -> None:
         static.copy_(value)
 
-    def poison(self, tensors: Sequence[Tensor], after: Sequence[Event] = ()) -> None:
+    def poison(
+        self, outputs: Sequence[Tensor], memory: Sequence[Tensor] = (), *, after: Sequence[Event] = ()
+    ) -> None:
         if self.debug:
-            poison_(tensors)
+            poison_([*outputs, *memory])
 
 
 class _CaptureGate:
@@ -351,6 +386,7 @@ class CudaBackend(Backend):
 
     def __init__(self, device: torch.device | str = "cuda", *, cuda: Any = torch.cuda) -> None:
         self._cuda = cuda
+        self.debug = debug_enabled()
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", cuda.current_device())
@@ -375,7 +411,19 @@ class CudaBackend(Backend):
         with torch.inference_mode(False):
             return torch.empty(like.shape, dtype=like.dtype).pin_memory()
 
-    def capture(self, fn: Callable[[], T], *, generators: Sequence[torch.Generator] = ()) -> tuple[Graph, T]:
+    def new_pool(self) -> Any:
+        return self._cuda.graph_pool_handle()
+
+    def pool_bytes(self, graph: Graph | None) -> tuple[Any, int]:
+        if graph is None:
+            return None, 0
+        pool = tuple(graph.pool())  # type: ignore[attr-defined]
+        segments = self._cuda.memory_snapshot()
+        return pool, sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == pool)
+
+    def capture(
+        self, fn: Callable[[], T], *, generators: Sequence[torch.Generator] = (), pool: Any = None
+    ) -> tuple[Graph, T]:
         for generator in generators:
             if generator.device.type != self.device.type:
                 raise InputError(
@@ -395,7 +443,8 @@ class CudaBackend(Backend):
                     fn()
                 stream.synchronize()
                 # A private pool (pool=None): outputs survive replays of every other graph.
-                with _no_collection(), cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                options = {"stream": stream, "pool": pool, "capture_error_mode": "thread_local"}
+                with _no_collection(), cuda.graph(graph, **options):
                     result = fn()
             except BaseException as error:
                 graph.reset()
@@ -437,6 +486,18 @@ class CudaBackend(Backend):
 
     def is_host(self, value: Tensor) -> bool:
         return value.device != self.device
+
+    def poison(
+        self, outputs: Sequence[Tensor], memory: Sequence[Tensor] = (), *, after: Sequence[Event] = ()
+    ) -> None:
+        if not self.debug:
+            return
+        for event in after:
+            self.wait(event)
+        with self._gate.open(), self.guard():
+            for tensor in (writable(whole, whole) for whole in (*outputs, *memory)):
+                # A copy, for a fill of pinned memory would not wait for the stream.
+                tensor.copy_(torch.full_like(tensor, poison_of(tensor.dtype), device=self.device), non_blocking=True)
 
     def copy_in(self, static: Tensor, value: Tensor) -> None:
         if value.device == self.device:

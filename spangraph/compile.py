@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from spangraph.backends import Backend, Event, Graph, debug_enabled, preserve_generators, resolve_backend
+from spangraph.backends import Backend, resolve_backend
 from spangraph.declare import find_declarations
-from spangraph.diagnostics import Diagnostic
-from spangraph.errors import ClosedError, DeclarationError, HostReadError, InputError, TraceError
-from spangraph.passes import Prepared, insert_staging_node, prepare_graph
+from spangraph.errors import ClosedError, DeclarationError, InputError
+from spangraph.memory import Memory, measure
 from spangraph.passes.marks import public_names
 from spangraph.passes.nodes import val
 from spangraph.pipeline import Pipeline
 from spangraph.report import Report
-from spangraph.stager import StagerCore, Tail, make_cut
-from spangraph.step import Cut, Step, profiled
-from spangraph.structure import CallSpec, Constant, normalise_call, split_call
-from spangraph.trace import Trace
-from spangraph.tracer import locate_reads, refuse_nested, retrace_uncaptured, trace_model
-from spangraph.watch import Watch
-from spangraph.weights import Weights
+from spangraph.signature import Instance, Signature, SignatureBuilder, run
+from spangraph.slots import Copy, Counts
+from spangraph.step import Step, profiled
+from spangraph.structure import Constant, normalise_call, split_call
+from spangraph.tail import StagerCore
+from spangraph.tracer import refuse_nested
 
-_logger = logging.getLogger("spangraph")
 _OPTIONS = ("rows", "num_rows", "wait", "timeout")
 
 
@@ -39,6 +34,7 @@ def compile(
     *,
     walk: str = "forward",
     depth: int = 1,
+    copies: Mapping[str, Copy | str] | None = None,
     trace: str = "auto",
     backend: Backend | torch.device | str | None = None,
     verify: str = "error",
@@ -60,7 +56,10 @@ def compile(
         model: declares its spanned outputs (`spanned_outputs`, or `spangraph.declare`). Switch to eval mode yourself.
         walk: the execution path, given to `spanned_outputs(walk)`.
         depth: steps that may be open or leased at once. On a captured backend a signature has one graph per step of
-            depth, each with memory of its own.
+            depth, each with memory of its own; but one alone, in a pool with those of other signatures, if all its
+            outputs are copied (spans and row values are, too).
+        copies: how long rows live, and where: declared name -> `"view"` (the default: until the step's release, in the
+            graph's output), `"device"`, `"host"`, or a `Copy`. It holds for all outputs that are cut by that name.
         trace: `"export"`, `"opaque"` (the model is one leaf of the graph), or `"auto"`: export, else opaque, with the
             reason in `explain()`.
         backend: a device or a backend; default the device of the model's parameters. On CPU, steps run inline.
@@ -75,6 +74,7 @@ def compile(
     Raises:
         InputError: for an option out of range, a forward whose parameter is called like an option of `launch`, or a
             pipeline that the model is no node of.
+        DeclarationError: for copies of what the model does not declare, or that do not fit a float output.
         VerificationError: for speculation conflicts in the pipeline, all of them.
     """
     if pipeline is not None and verify != "off":
@@ -83,7 +83,16 @@ def compile(
             report.raise_for_errors()
         elif report.errors:
             warnings.warn(f"the pipeline has conflicts:\n{report}", stacklevel=2)
-    return Compiled(model, walk, depth, trace, backend, verify, staging, wait, tuple(generators))
+    given = {name: Copy.of(copy) for name, copy in (copies or {}).items()}
+    return Compiled(model, walk, depth, given, trace, backend, verify, staging, wait, tuple(generators))
+
+
+def _check_names(model: nn.Module, walk: str, copies: Mapping[str, Copy]) -> None:
+    known: set[str] = set()
+    for declaration in find_declarations(model, walk):
+        known |= {*declaration.spans, *(f"{declaration.fqn}.{name}" for name in declaration.spans if declaration.fqn)}
+    if unknown := sorted(set(copies) - known):
+        raise DeclarationError(f"copies of {unknown}, but walk {walk!r} declares the spanned outputs {sorted(known)}.")
 
 
 def _verified(pipeline: Pipeline, model: nn.Module, walk: str) -> Report:
@@ -100,31 +109,6 @@ def _verified(pipeline: Pipeline, model: nn.Module, walk: str) -> Report:
     return pipeline.verify(walk)
 
 
-@dataclass(eq=False)
-class _Instance:
-    """One graph of a signature, with memory of its own on a captured backend."""
-
-    gm: fx.GraphModule
-    tail: Tail
-    inputs: list[Tensor] = field(default_factory=list)
-    graph: Graph | None = None
-    uploads: list[tuple[list[Tensor], Event]] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Signature:
-    """Everything that one input signature needs."""
-
-    label: str
-    trace: Trace
-    prepared: Prepared
-    cuts: dict[int, Cut] = field(default_factory=dict)
-    instances: list[_Instance] = field(default_factory=list)
-    tails: list[Tail] = field(default_factory=list)
-    weights: Weights | None = None
-    make_result: Callable[[Step, bool], Any] | None = None
-
-
 class Compiled:
     """A compiled model. Built by `spangraph.compile`; see there.
 
@@ -137,6 +121,7 @@ class Compiled:
         model: nn.Module,
         walk: str,
         depth: int,
+        copies: Mapping[str, Copy],
         trace: str,
         backend: Backend | torch.device | str | None,
         verify: str,
@@ -160,17 +145,18 @@ class Compiled:
             )
         if backend is None:
             backend = next((p.device for p in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+        if copies:
+            _check_names(model, walk, copies)
         self._model = model
         self._walk = walk
-        self._trace = trace
-        self._verify = verify
-        self._generators = generators
         self._backend = resolve_backend(backend)
-        self._debug = debug_enabled()
         self._core = StagerCore(self._backend, depth=depth, staging=staging, wait=wait)
         self._ring = self._core.ring
-        self._by_key: dict[Any, _Signature] = {}
-        self._by_tensors: dict[Any, _Signature] = {}
+        self._builder = SignatureBuilder(
+            model, walk, self._core, trace=trace, verify=verify, copies=copies, generators=generators
+        )
+        self._by_key: dict[Any, Signature] = {}
+        self._by_tensors: dict[Any, Signature] = {}
 
     # ---- launching -------------------------------------------------------------------------------------------------
 
@@ -213,8 +199,10 @@ class Compiled:
                 try:
                     instance = signature.instances[signature.tails.index(launch.tail)]
                     if instance.graph is None:
-                        ring.commit(launch, _call(signature.trace, instance.gm, leaves))
+                        ring.commit(launch, run(signature.trace, instance.gm, leaves))
                     else:
+                        if ring.debug:
+                            instance.tail.check_inputs()
                         buffers = self._upload(instance, leaves)
                         instance.graph.replay()
                         event = ring.commit(launch, instance.tail.outputs)
@@ -232,7 +220,7 @@ class Compiled:
         with self.launch(*args, rows=rows, num_rows=num_rows, **kwargs) as step:
             return step._result(own=True)
 
-    def _upload(self, instance: _Instance, leaves: Sequence[Tensor]) -> list[Tensor] | None:
+    def _upload(self, instance: Instance, leaves: Sequence[Tensor]) -> list[Tensor] | None:
         """Copy inputs into the graph's own, in stream order.
 
         The caller may overwrite host tensors as soon as the launch returns, so they go through buffers of ours.
@@ -247,7 +235,7 @@ class Compiled:
             backend.copy_in(static, leaf)
         return buffers
 
-    def _host_buffers(self, instance: _Instance) -> list[Tensor]:
+    def _host_buffers(self, instance: Instance) -> list[Tensor]:
         if instance.uploads:
             buffers, event = instance.uploads.pop(0)  # the oldest: if that is not done, none is
             with contextlib.suppress(Exception):  # its failure was its step's
@@ -258,7 +246,7 @@ class Compiled:
 
     # ---- signatures ------------------------------------------------------------------------------------------------
 
-    def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Signature, Sequence[Tensor]]:
+    def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Sequence[Tensor]]:
         fast = None
         if not kwargs and all(type(arg) is Tensor for arg in args):
             fast = tuple([(arg.shape, arg.dtype, arg.device, arg.layout) for arg in args])
@@ -276,7 +264,7 @@ class Compiled:
         signature = self._by_key.get(tuple(key))
         if signature is None:
             self._check_devices(tensors)
-            signature = self._build(call, tensors)
+            signature = self._builder.build(call, tensors)
             self._by_key[tuple(key)] = signature
         if fast is not None and len(tensors) == len(args):
             self._by_tensors[fast] = signature
@@ -291,114 +279,6 @@ class Compiled:
                 )
             if tensor.layout is not torch.strided:
                 raise InputError(f"an input has layout {tensor.layout}: expected a strided (dense) tensor.")
-
-    def _build(self, call: CallSpec, tensors: Sequence[Tensor]) -> _Signature:
-        backend = self._backend
-        inputs = [tensor.to(backend.device) for tensor in tensors]
-        model, walk = self._model, self._walk
-        try:
-            trace = trace_model(
-                model,
-                walk,
-                call,
-                inputs,
-                tracer=self._trace,
-                verify=self._verify,
-                generators=self._generators,
-            )
-            prepared = prepare_graph(trace.gm, trace.infos, trace.leaf_names, reads=not trace.captures)
-        except HostReadError as error:
-            if self._verify == "error":
-                raise locate_reads(model, walk, call, inputs, error) from None
-            trace = retrace_uncaptured(model, walk, call, inputs, error, warn=self._verify == "warn")
-            prepared = prepare_graph(trace.gm, trace.infos, trace.leaf_names, reads=True)
-        if trace.reason:
-            _logger.info("traced opaquely: %s", trace.reason)
-        if trace.rebinds and backend.static and trace.captures:
-            raise TraceError(
-                f"the forward changes {', '.join(trace.rebinds)} at every call, which a replay cannot repeat: keep such"
-                " state in registered buffers, and update them in place (copy_, add_)."
-            )
-        if trace.writes_inputs and backend.static:
-            raise TraceError(
-                f"the forward writes its tensor inputs {list(trace.writes_inputs)} in place, but a replay has copies of"
-                " its own: clone() them first, or keep what must change in registered buffers."
-            )
-        if trace.tracer == "opaque" and prepared.marks:
-            _say_what_is_whole(trace, prepared)
-        label = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors) or "no tensors"
-        signature = _Signature(label, trace, prepared)
-        if trace.tracer == "export" or backend.static:
-            signature.weights = Weights(self._model, addresses=backend.static, literals=trace.literals)
-        self._add_instances(signature, inputs)
-        signature.make_result = _result_maker(trace, signature.cuts, clone_whole=backend.static or self._debug)
-        return signature
-
-    def _add_instances(self, signature: _Signature, inputs: Sequence[Tensor]) -> None:
-        """Plan the slots and capture: all instances or none."""
-        trace, prepared, backend = signature.trace, signature.prepared, self._backend
-        results, marks = prepared.results, prepared.marks
-        names = public_names(marks)
-        column_of: dict[fx.Node, str] = {}  # spans that several outputs share are staged once
-        widths: dict[str, int] = {}
-        sizes: dict[str, int] = {}
-        for name, mark in zip(names, marks, strict=True):
-            if mark.staged not in column_of:
-                column_of[mark.staged] = name
-                shape = val(mark.staged).shape
-                sizes[name], widths[name] = shape[0], shape[1:].numel()
-        if len(set(sizes.values())) > 1:
-            raise DeclarationError(f"SG103 spanned outputs of one step have different numbers of rows: {sizes}.")
-
-        by_name: dict[str, Cut] = {}
-        values: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for name, mark, output in zip(names, marks, prepared.value_outputs, strict=True):
-            if mark.info.span is None:
-                values[name] = column_of[mark.staged], tuple(val(mark.value).shape[1:])
-            else:
-                by_name[name] = make_cut(name, column_of[mark.staged], output, mark.info.span, val(mark.value))
-        for plan in prepared.cuts:
-            cut = by_name[names[plan.mark]]
-            own = trace.leaf_names[plan.output] if plan.output < len(trace.leaf_names) else ""
-            label = cut.name if plan.output == cut.output or not own else f"{cut.name} (output {own})"
-            signature.cuts[plan.output] = replace(cut, output=plan.output, span_map=plan.span_map, label=label)
-        first = val(results[0]).shape if results else ()
-        num_rows = next(iter(sizes.values())) if sizes else (first[0] if first else 0)
-        buffer = self._core.new_buffer(widths, num_rows) if widths else None
-        staged = list(column_of)
-        # A plain copy's slot is baked in, so it takes a graph per step in flight on every backend.
-        count = self._ring.depth if backend.static or self._core.staging == "copy" else 1
-        instances = []
-        for i in range(count):
-            tail = self._core.new_tail(
-                widths,
-                buffer,
-                num_rows=num_rows,
-                cuts=by_name,
-                values=values,
-                slot=i if self._core.staging == "copy" and buffer is not None else None,
-            )
-            instances.append(_Instance(insert_staging_node(prepared.gm, staged, tail.stage_args), tail))
-        if backend.static:
-            self._capture(trace, instances, inputs)
-        signature.instances, signature.tails = instances, [instance.tail for instance in instances]
-
-    def _capture(self, trace: Trace, instances: Sequence[_Instance], inputs: Sequence[Tensor]) -> None:
-        backend = self._backend
-        with backend.guard(), contextlib.ExitStack() as stack:
-            backend.synchronize()
-            stack.enter_context(preserve_generators(backend.device, self._generators))
-            stack.enter_context(Watch(self._model))
-            for instance in instances:
-                with torch.inference_mode(False):
-                    instance.inputs = [torch.empty_like(t, requires_grad=False).copy_(t.detach()) for t in inputs]
-                if trace.captures:
-                    run = _Runner(trace, instance)
-                    instance.graph, instance.tail.outputs = backend.capture(run, generators=self._generators)
-                else:
-                    outputs = [torch.empty_like(t) for t in _call(trace, instance.gm, instance.inputs)]
-                    instance.tail.outputs = outputs
-                    instance.graph = _Uncaptured(backend, _Runner(trace, instance), outputs)
 
     # ---- inspection and end ----------------------------------------------------------------------------------------
 
@@ -428,10 +308,22 @@ class Compiled:
                 cut = signature.cuts.get(output)
                 own = trace.leaf_names[output] or str(output)
                 how = f"cut by {cut.name!r}" if cut else "delivered whole"
+                if cut is not None and cut.region is not None:
+                    place = "host" if cut.region.on_host else "device"
+                    how += f", copied to the {place} ({cut.region.capacity} bytes a step)"
                 moved = ", moved with its positions" if cut and not cut.span_map.is_identity else ""
                 lines.append(f"    output {own}: {list(val(node).shape)}, {how}{moved}")
             lines += [f"    {text}" for text in dict.fromkeys(map(str, (*prepared.diagnostics, *trace.diagnostics)))]
         return "\n".join(lines)
+
+    @property
+    def counts(self) -> Counts:
+        """What became of copies so far."""
+        return self._ring.counts
+
+    def memory(self) -> Memory:
+        """Pinned, device and graph-pool bytes per output and graph, and what open leases retain."""
+        return measure(self._backend, self._ring, self._by_key.values())
 
     def close(self) -> None:
         """Wait for all work, then refuse launches. Steps that were launched can still be read."""
@@ -447,94 +339,3 @@ class Compiled:
 
     def __repr__(self) -> str:
         return f"<Compiled {type(self._model).__name__} on {self._backend.name}; {self._ring.describe()}>"
-
-
-def _call(trace: Trace, gm: fx.GraphModule, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Run the graph under the modes of its trace."""
-    device_type, autocast, _ = trace.autocast
-    if (
-        torch.is_grad_enabled()
-        or torch.is_inference_mode_enabled() is not trace.inference
-        or autocast
-        or torch.is_autocast_enabled(device_type)
-    ):
-        with trace.context():
-            return gm.forward(*leaves)  # type: ignore[no-any-return]
-    return gm.forward(*leaves)  # type: ignore[no-any-return]
-
-
-@dataclass
-class _Runner:
-    """Runs one instance's graph on its own inputs."""
-
-    trace: Trace
-    instance: _Instance
-
-    def __call__(self) -> Sequence[Tensor]:
-        return _call(self.trace, self.instance.gm, self.instance.inputs)
-
-
-@dataclass
-class _Uncaptured:
-    """Stands in for the graph of a forward that cannot be captured: a replay runs it, into static outputs."""
-
-    backend: Backend
-    run: _Runner
-    outputs: Sequence[Tensor]
-
-    def replay(self) -> None:
-        self.backend.enqueue(self._step)
-
-    def _step(self) -> None:
-        for static, fresh in zip(self.outputs, self.run(), strict=True):
-            if static.shape != fresh.shape:
-                raise TraceError(
-                    f"an output has shape {list(fresh.shape)}, and had {list(static.shape)} at the trace: its shape"
-                    " depends on values. Pad it, and declare its extent as a span."
-                )
-            static.copy_(fresh)
-
-
-def _say_what_is_whole(trace: Trace, prepared: Prepared) -> None:
-    """An opaque trace knows aliases, not derivations: name the outputs for which that leaves a question."""
-    cut = {plan.output for plan in prepared.cuts}
-    spans = {mark.spans for mark in prepared.marks}
-    whole = [
-        name or str(i)
-        for i, (name, node) in enumerate(zip(trace.leaf_names, prepared.results, strict=False))
-        if i not in cut and node not in spans and val(node).ndim > 0
-    ]
-    if whole:
-        trace.diagnostics.append(
-            Diagnostic(
-                "SG203",
-                f"outputs {whole} are not all the elements of a spanned value; they are delivered whole, as an opaque"
-                " trace cannot tell how they derive from one.",
-                fix="declare them, with spans of their own.",
-                severity="warning",
-            )
-        )
-
-
-def _result_maker(trace: Trace, cuts: Mapping[int, Cut], *, clone_whole: bool) -> Callable[[Step, bool], Any]:
-    """A function that builds a step's result in the model's own output structure."""
-
-    plan = [
-        (None, leaf.value, None) if isinstance(leaf, Constant) else (cuts.get(leaf), None, leaf)
-        for leaf in trace.out_leaves
-    ]
-
-    def make_result(step: Step, own: bool) -> Any:
-        leaves: list[Any] = []
-        for cut, constant, output in plan:
-            if cut is not None:
-                rows = step.cut_rows(cut)
-                leaves.append(rows.own() if own else rows)
-            elif output is None:
-                leaves.append(constant)
-            else:
-                whole = step.output(output)
-                leaves.append(whole.clone() if own and clone_whole else whole)
-        return trace.unflatten(leaves)
-
-    return make_result

@@ -5,75 +5,47 @@ to `control[(n - 1) % K]`, and replays. The staging node finds the record by a d
 values into the slot, then n into its header, and advances the cursor. The slot is free again as soon as the host has
 copied it out; the control record is rewritten only after launch n is done, which K = number of slots guarantees: every
 launch that is not known to be done holds a slot.
+
+Where a graph copies rows, the record names a copy slot, too: one of `depth`, held until the step's lease ends. It may be
+taken again while a step that nobody reads is still in flight, as the device writes in launch order.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from spangraph.backends import Backend, Event, Pinned
-from spangraph.errors import ClosedError, InputError, RingFullError, StagingError, StepStateError, StepTimeoutError
-from spangraph.kernels.stage import CONTROL_WORDS, HEADER_WORDS
+from spangraph.backends import Backend, Event, debug_enabled, storage_bytes
+from spangraph.errors import (
+    ClosedError,
+    InputError,
+    RingFullError,
+    StagingError,
+    StepStateError,
+    StepTimeoutError,
+)
+from spangraph.kernels.stage import CONTROL_WORDS
+from spangraph.slots import Counts
 
 if TYPE_CHECKING:
     from spangraph.stager import Tail
 
-_WORD = 8
+_logger = logging.getLogger("spangraph")
+
 # Slots beyond the depth: a slot whose wait failed, or whose step was dropped in flight, is not free yet.
 _SPARE_SLOTS = 2
 # Back-off of polled waits, in seconds: the first is below a replay's length, the last costs no CPU worth speaking of.
 _FIRST_SLEEP, _LAST_SLEEP = 20e-6, 1e-3
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where each column lies in a slot: name -> (first word, words per row)."""
-
-    columns: Mapping[str, tuple[int, int]]
-    num_rows: int
-    num_words: int
-
-    @staticmethod
-    def of(widths: Mapping[str, int], num_rows: int) -> Layout:
-        """Columns one after the other behind the header, each with room for `num_rows` rows."""
-        columns, word = {}, HEADER_WORDS
-        for name, width in widths.items():
-            columns[name] = (word, width)
-            word += width * num_rows
-        return Layout(columns, num_rows, word + word % 2)
-
-
-class SlotBuffer:
-    """Pinned memory of one layout, one row per slot of the ring."""
-
-    def __init__(self, backend: Backend, layout: Layout, num_slots: int) -> None:
-        self._backend = backend
-        self.layout = layout
-        self.memory: Pinned = backend.pinned(num_slots, layout.num_words, writer="device")
-        address = self.memory.host.data_ptr()
-        self._words = (ctypes.c_int64 * (num_slots * layout.num_words)).from_address(address)
-        self._bytes = memoryview(self._words).cast("B")
-
-    def header(self, slot: int) -> int:
-        """The generation that the slot holds."""
-        return int(self._words[slot * self.layout.num_words])
-
-    def copy_out(self, slot: int) -> memoryview:
-        """A private copy of the slot's words."""
-        size = self.layout.num_words * _WORD
-        return memoryview(bytes(self._bytes[slot * size : (slot + 1) * size])).cast("q")
-
-    def __del__(self) -> None:
-        self._backend.before_free(vars(self).get("memory"))
 
 
 @dataclass(eq=False, slots=True)
@@ -83,6 +55,7 @@ class Launch:
     tail: Tail
     generation: int
     slot: int | None  # None: nothing is staged, or the slot was freed
+    copy_slot: int | None  # None: nothing is copied, or the lease has ended
     row_ids: Sequence[Hashable] | None
     num_rows: int
     outputs: Sequence[Tensor] = ()
@@ -90,9 +63,12 @@ class Launch:
     words: memoryview | None = None
     error: BaseException | None = None
     is_read: bool = False
-    is_released: bool = False
+    is_released: bool = False  # nobody may read it any more
+    is_dropped: bool = False  # and the ring has taken back what it held
+    has_overflowed: bool = False  # some of its copies did not fit
     withheld: frozenset[tuple[int, str | None]] | None = None
     readers: list[Any] = field(default_factory=list)  # streams that were current when its rows were asked for
+    taken: list[tuple[weakref.ref[Tensor], str]] = field(default_factory=list)  # rows and where, while debugging
 
     def __str__(self) -> str:
         state = "failed" if self.error else "released" if self.is_released else "leased" if self.is_read else "open"
@@ -109,6 +85,7 @@ class Ring:
 
     def __init__(self, backend: Backend, *, depth: int, num_slots: int | None = None, wait: str = "block") -> None:
         self.backend = backend
+        self.debug = debug_enabled()
         if not isinstance(depth, int) or depth < 1:
             raise InputError(f"depth={depth!r}: expected an int of at least 1.")
         if wait not in ("block", "spin", "header"):
@@ -127,7 +104,8 @@ class Ring:
         self._next = 1
         self._done = 0  # newest generation known to be done; all before it are, as one order runs them
         self._free = deque(range(self.num_slots))
-        self._quarantine: list[tuple[int, int]] = []  # (slot, generation whose end is not known)
+        self._free_copies = deque(range(depth))
+        self._quarantine: list[tuple[deque[int], int, int]] = []  # (free list, slot, generation whose end is not known)
         self._live: dict[int, Launch] = {}  # by ticket: open or leased
         self._dying: list[Launch] = []  # dropped before they were done
         self._dropped: deque[Launch] = deque()  # by finalisers, which do nothing else
@@ -136,6 +114,7 @@ class Ring:
         self._cursor_in_doubt = False  # a wait failed, so a staging node may not have run
         self._reserved: Launch | None = None
         self._waiters = 0
+        self.counts = Counts()
         self.is_closed = False
 
     # ---- reserve, commit, abort: the three ends of a launch, all under the lock ---------------------------------
@@ -151,7 +130,8 @@ class Ring:
     ) -> Launch:
         """Take a slot and the first free one of `tails`, and write the control record.
 
-        Never waits for the device, unless the only slots left are those of failed waits.
+        Never waits for the device, unless the only slots left are those of failed waits, or it is not known yet whether
+        the copies of the graph's last step have fitted.
 
         Raises:
             ClosedError: after `close`.
@@ -170,7 +150,7 @@ class Ring:
             if len(self._live) < self.depth and (tail := self._find_tail(tails)) is not None:
                 break
             problem = self._why_full(tails[0])
-            if not wait:
+            if not wait and not self._is_settling(tails):
                 raise RingFullError(problem)
             if deadline is not None and time.monotonic() > deadline:
                 raise StepTimeoutError(f"no room for a launch within {timeout} s: {problem}\n{self.describe()}")
@@ -183,21 +163,23 @@ class Ring:
         self.backend.begin_launch()
         try:
             self._order()
-            self._settle_cursor()
+            self._settle_cursor(tail)
         except BaseException:
             self.backend.end_launch()
             raise
         if not tail.columns:
-            launch = Launch(tail, self._next, None, row_ids, num_rows)
+            launch = Launch(tail, self._next, None, None, row_ids, num_rows)
         else:
             slot = self._take_slot(tail)
-            launch = Launch(tail, self._next, slot, row_ids, num_rows)
+            copy_slot = self._free_copies.popleft() if tail.copies is not None else None
+            launch = Launch(tail, self._next, slot, copy_slot, row_ids, num_rows)
             base = (self._next - 1) % self.num_slots * CONTROL_WORDS
-            self._control[base + 1 : base + CONTROL_WORDS] = [slot, num_rows, tail.graph, -1]
+            record = [slot, num_rows, tail.graph, -1 if copy_slot is None else copy_slot]
+            self._control[base + 1 : base + CONTROL_WORDS] = record
             self._control[base] = self._next  # last: a record is never half of one and half of another
             self._next += 1
         self._live[id(launch)] = launch
-        if tail.keeps_outputs and self.backend.static:
+        if (tail.holds_outputs or tail.may_overflow) and self.backend.static:
             tail.occupant = launch
         self._reserved = launch
         return launch
@@ -226,16 +208,17 @@ class Ring:
             if launch.slot is not None and launch.generation > staged:
                 self._fail(launch, _not_staged(launch))
         self._next, self._done = staged + 1, staged
-        self._free.extend(slot for slot, _ in self._quarantine)  # drained: nothing writes to them any more
-        self._quarantine.clear()
+        self._leave_quarantine(self._next)  # drained: nothing writes to them any more
         for base in range(0, len(self._control), CONTROL_WORDS):
             if self._control[base] > staged:  # its launch is gone: no other replay may take it for its own
                 self._control[base] = 0
         self._cursor_in_doubt = False
 
-    def _settle_cursor(self) -> None:
-        """After a failed wait: let the next launch find its record, whether or not the failed one was staged."""
-        if self._cursor_in_doubt:
+    def _settle_cursor(self, tail: Tail) -> None:
+        """Let the next launch find its record where one before it may not have been staged: after a failed wait; and
+        where a step of the same graph is in flight, whose record it would take for its own."""
+        is_shared = self.backend.static and not (tail.holds_outputs or tail.may_overflow)
+        if self._cursor_in_doubt or (is_shared and tail.columns and self._done < self._next - 1):
             launched = self._next - 1
             self.backend.enqueue(lambda: self.cursor.fill_(launched))
             self._cursor_in_doubt = False
@@ -264,9 +247,27 @@ class Ring:
 
     def _free_tail(self, tails: Sequence[Tail]) -> Tail | None:
         for tail in tails:
-            if tail.occupant is None and (not tail.columns or self._find_slot(tail) is not None):
+            self._settle(tail)
+            has_slots = self._find_slot(tail) is not None and (tail.copies is None or self._free_copies)
+            if tail.occupant is None and (not tail.columns or has_slots):
                 return tail
         return None
+
+    def _settle(self, tail: Tail) -> None:
+        """Find out, once its last step is done, whether the copies of a graph have fitted: then it may run again."""
+        last = tail.occupant
+        if last is None or not tail.may_overflow or last.is_read or last.event is None:
+            return
+        try:
+            if last.event.query():
+                self._read(last)
+        except Exception as error:  # noqa: BLE001 - the step's own wait raises it
+            if not last.is_dropped:
+                self._fail(last, error)
+
+    def _is_settling(self, tails: Sequence[Tail]) -> bool:
+        unread = (tail.may_overflow and tail.occupant is not None and not tail.occupant.is_read for tail in tails)
+        return len(self._live) < self.depth and any(unread)
 
     def _why_full(self, tail: Tail) -> str:
         if len(self._live) >= self.depth:
@@ -275,6 +276,11 @@ class Ring:
                 f"depth={self.depth} and {len(self._live)} steps are open or leased: {names}. Release one"
                 " (with step: ..., or step.release()), keep its rows with rows.own(), raise depth, or launch with"
                 " wait=True."
+            )
+        if tail.occupant is not None and tail.occupant.has_overflowed:
+            return (
+                f"the copies of {tail.occupant} did not fit, so its rows are cut from the graph's outputs, which a"
+                " replay would overwrite. Release it, keep its rows with rows.own(), or give its Copy more capacity."
             )
         if tail.occupant is not None:
             return (
@@ -306,8 +312,14 @@ class Ring:
                     self._cursor_in_doubt = True  # reserved, but not replayed
                 self._free_slot(launch)
         if self._quarantine:
-            self._free.extend(slot for slot, generation in self._quarantine if generation <= self._done)
-            self._quarantine = [(slot, gen) for slot, gen in self._quarantine if gen > self._done]
+            self._leave_quarantine(self._done)
+
+    def _leave_quarantine(self, done: int) -> None:
+        """Free the slots of failed waits up to generation `done`."""
+        for free, slot, generation in self._quarantine:
+            if generation <= done:
+                free.append(slot)
+        self._quarantine = [entry for entry in self._quarantine if entry[2] > done]
 
     def _notify(self) -> None:
         if self._waiters:
@@ -334,10 +346,13 @@ class Ring:
         if launch in self._dying:
             self._dying.remove(launch)
         if launch.slot is not None:
-            self._quarantine.append((launch.slot, launch.generation))
+            self._quarantine.append((self._free, launch.slot, launch.generation))
             launch.slot = None
+        if launch.copy_slot is not None:
+            self._quarantine.append((self._free_copies, launch.copy_slot, launch.generation))
+            launch.copy_slot = None
         self._cursor_in_doubt = True
-        launch.is_released = True
+        launch.is_released = launch.is_dropped = True
         self._end(launch)
 
     # ---- a step's end --------------------------------------------------------------------------------------------
@@ -369,6 +384,8 @@ class Ring:
                 if not launch.is_read:
                     self._fail(launch, error)
             raise
+        if launch.is_released and launch.error is None:
+            return None
         # No lock of the launch's own: whoever launches may read an earlier step inside its `with tail.step():`.
         if not self.lock.acquire(timeout=-1 if deadline is None else _remaining(deadline)):
             raise self._timed_out(launch, timeout)
@@ -389,9 +406,15 @@ class Ring:
                 self._fail(launch, error)
                 raise error
             launch.words = buffer.copy_out(slot)
+            if launch.tail.copies is not None and (stale := launch.tail.read_copies(launch, self.counts)) is not None:
+                error = _not_staged(launch, stale, "record of copies")
+                self._fail(launch, error)
+                raise error
             self._free_slot(launch)
         launch.is_read = True
-        if not launch.tail.keeps_outputs:
+        if launch.tail.may_overflow and not launch.has_overflowed and not launch.tail.holds_outputs:
+            self._leave_outputs(launch)
+        if not launch.tail.is_leased:
             self._live.pop(id(launch), None)
         self._notify()
 
@@ -403,6 +426,8 @@ class Ring:
         header = self.wait_kind == "header" and slot is not None and buffer is not None
         sleep = _FIRST_SLEEP
         while not ((header and buffer.header(slot) == launch.generation) or event.query()):  # type: ignore[union-attr, arg-type]
+            if launch.is_released:
+                return
             if deadline is not None and time.monotonic() > deadline:
                 raise self._timed_out(launch, timeout)
             if self.wait_kind == "block":
@@ -423,12 +448,26 @@ class Ring:
         """End the lease: the next launch into this memory waits, on the device, for whatever may still read it."""
         with self.lock:
             self._drop(launch)
+        if self.debug:
+            _report_taken(launch)
+
+    def cancel(self, launch: Launch) -> None:
+        """Give a step up, in flight or not. Waits for nothing: if another thread is launching, the ring takes back what
+        the step held at the end of that launch or the next."""
+        launch.is_released = True
+        self._dropped.append(launch)
+        if self.lock.acquire(blocking=False):
+            try:
+                if self._reserved is None:
+                    self._reap()
+            finally:
+                self.lock.release()
 
     def _drop(self, launch: Launch) -> None:
-        if launch.is_released:
+        if launch.is_dropped:
             return
-        launch.is_released = True
-        if launch.tail.keeps_outputs:
+        launch.is_released = launch.is_dropped = True
+        if launch.tail.is_leased:
             self._retire(launch)
         if launch.slot is not None:
             self._dying.append(launch)
@@ -436,19 +475,31 @@ class Ring:
 
     def _end(self, launch: Launch) -> None:
         self._live.pop(id(launch), None)
+        if launch.copy_slot is not None:
+            self._free_copies.append(launch.copy_slot)
+            launch.copy_slot = None
+        self._leave_outputs(launch)
+        self._notify()
+
+    def _leave_outputs(self, launch: Launch) -> None:
+        """Let the graph's next replay overwrite its outputs."""
         if launch.tail.occupant is launch:
             launch.tail.occupant = None
         launch.outputs = ()
-        self._notify()
 
     def _retire(self, launch: Launch) -> None:
-        """Poison the outputs once their readers are done, and let the next launch wait for all of them."""
+        """Poison outputs and copies once their readers are done, and let the next launch wait for all of them."""
+        copies, slot = launch.tail.copies, launch.copy_slot
+        memory = copies.memory_of(slot) if self.backend.debug and copies is not None and slot is not None else []
         if not self.backend.static:
-            self.backend.poison(launch.outputs)
+            self.backend.poison(launch.tail.dying(launch.outputs), memory)
             return
         current = self.backend.stream()
         others = [(stream, self.backend.record(stream)) for stream in launch.readers if stream != current]
-        self.backend.poison(launch.outputs, [event for _, event in others])
+        after = [event for _, event in others]
+        if launch.event is not None and self._last is not None and self._last[0] != current:
+            after.append(launch.event)  # dropped in flight, by a thread with another stream
+        self.backend.poison(launch.tail.dying(launch.outputs), memory, after=after)
         self._consumers += [*others, (current, self.backend.record())]
 
     def discard(self, launch: Launch) -> None:
@@ -466,15 +517,20 @@ class Ring:
     def __del__(self) -> None:
         self.backend.before_free((vars(self).get("control"), vars(self).get("cursor")))
 
+    def leased_bytes(self) -> int:
+        """Bytes that open and leased steps keep from being used again: their graphs' outputs, and their copy slots."""
+        live = list(self._live.values())
+        outputs = storage_bytes(output for launch in live for output in launch.outputs)
+        return outputs + sum(launch.tail.copies.slot_bytes for launch in live if launch.tail.copies is not None)
+
     def describe(self) -> str:
         """The ring's state, for messages. Takes no lock: it may be asked for because somebody does not let go of it."""
-        live = list(self._live.values())
-        storages = [output.untyped_storage() for launch in live for output in launch.outputs]
-        leased = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        live = ", ".join(map(str, list(self._live.values()))) or "none"
+        quarantined = [(slot, generation) for _, slot, generation in list(self._quarantine)]
         return (
             f"ring: depth {self.depth}, next step {self._next}, done up to {self._done}, free slots {list(self._free)},"
-            f" quarantined {[slot for slot, _ in list(self._quarantine)]}, dropped in flight {len(self._dying)},"
-            f" {leased} bytes leased, live: {', '.join(map(str, live)) or 'none'}"
+            f" free copy slots {list(self._free_copies)}, quarantined (slot, step) {quarantined}, dropped in flight"
+            f" {len(self._dying)}, {self.leased_bytes()} bytes leased, live: {live}"
         )
 
 
@@ -483,10 +539,24 @@ def _remaining(deadline: float) -> float:
     return min(max(deadline - time.monotonic(), _LAST_SLEEP), threading.TIMEOUT_MAX)
 
 
-def _not_staged(launch: Launch, header: int | None = None) -> StagingError:
+def _report_taken(launch: Launch) -> None:
+    """While debugging: name the rows that somebody still holds, though their memory is no longer theirs."""
+    alive = [where for ref, where in launch.taken if ref() is not None]
+    launch.taken.clear()
+    if alive:
+        _logger.warning(
+            "%s was released while %d of its rows are still held, taken at %s: they hold poison from now on. Drop them"
+            " before the release, or keep rows.own().",
+            launch,
+            len(alive),
+            ", ".join(dict.fromkeys(alive)),
+        )
+
+
+def _not_staged(launch: Launch, header: int | None = None, what: str = "slot") -> StagingError:
     found = "nothing" if header is None else f"generation {header}"
     return StagingError(
-        f"{launch}: its event completed, but its slot holds {found} instead of generation {launch.generation}. The"
+        f"{launch}: its event completed, but its {what} holds {found} instead of generation {launch.generation}. The"
         " graph recorded no staging node, or another graph was replayed: stage() inside the capture, and replay that"
         " graph inside its own `with tail.step():`."
     )

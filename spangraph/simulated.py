@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spangraph.backends import Backend, Event, Graph, Pinned, poison_, preserve_generators, writable
+from spangraph.backends import Backend, Event, Graph, Pinned, poison_, preserve_generators, storage_bytes, writable
 from spangraph.errors import CaptureError, InputError
 from spangraph.host_state import storage_key
 from spangraph.passes.host_reads import diagnose_read, read_by
@@ -39,6 +39,7 @@ from spangraph.watch import SavedMemory, user_line
 
 T = TypeVar("T")
 _STAGE = torch.ops.spangraph.stage.default
+_COMPACT = torch.ops.spangraph.compact.default
 
 
 class _Gate:
@@ -170,7 +171,7 @@ class _Tape(TorchDispatchMode):
             raise CaptureError(f"operation not permitted when stream is capturing: {diagnose_read(what, user_line())}")
         leaves, spec = pytree.tree_flatten((args, kwargs))
         recorded = [self._argument(leaf) for leaf in leaves]
-        if func is _STAGE:  # has no result; and other graphs may be staging, which an undo would undo
+        if func in (_STAGE, _COMPACT):  # have no result; and other graphs may write there, which an undo would undo
             self.ops.append(_Op(func, spec, recorded, [None]))
             return None
         self._memory.before(func, args, kwargs, lambda tensor: storage_key(tensor) in self._external)
@@ -248,21 +249,22 @@ class SimulatedGraph:
         if self._ops is None:
             raise CaptureError("replay of a graph that was never captured: capture it with device.graph(graph).")
         self._device._raise_fault("replay")
-        lose_staging = self._device._take_fault("staging") is not None
-        self._device.launch(lambda: self._run(lose_staging))
+        lost = {op for op, kind in ((_STAGE, "staging"), (_COMPACT, "compaction")) if self._device._take_fault(kind)}
+        self._device.launch(lambda: self._run(lost))
 
-    def _run(self, lose_staging: bool) -> None:
+    def _run(self, lost: set[Any]) -> None:
         assert self._ops is not None, "replay() checked"
         self._device._raise_fault("kernel")
         for other in list(self.pool.graphs):
             poison_(other._static.values())
         values: dict[int, Tensor] = {}
         for op in self._ops:
-            if op.func is _STAGE and lose_staging:
+            if op.func in lost:
                 continue
             leaves = [values[leaf.index] if isinstance(leaf, _Ref) else leaf for leaf in op.leaves]
             args, kwargs = pytree.tree_unflatten(leaves, op.spec)
-            with self._device._pinned_lock if op.func is _STAGE else contextlib.nullcontext():
+            is_tail = op.func in (_STAGE, _COMPACT)
+            with self._device._pinned_lock if is_tail else contextlib.nullcontext():
                 out = pytree.tree_leaves(op.func(*args, **kwargs))
             values.update((i, tensor) for i, tensor in zip(op.results, out, strict=True) if i is not None)
         for index, tensor in self._static.items():
@@ -282,7 +284,9 @@ class SimulatedDevice(Backend):
     | `"replay"` | a replay raises on the launch thread; nothing is enqueued |
     | `"kernel"` | a replay raises on the device; the next event reports it |
     | `"staging"` | a replay runs without its staging node |
+    | `"compaction"` | a replay runs without the node that copies rows |
     | `"copy"` | what a replay wrote to the host never lands |
+    | `"late"` | what a replay wrote to the host lands after its event, with what a later one wrote |
     | `"wait"` | waiting for the next event that is recorded raises |
 
     `synchronize` raises what a kernel raised and no event has reported.
@@ -291,6 +295,7 @@ class SimulatedDevice(Backend):
     name = "simulated"
     static = True
     ordered_header = True
+    debug = True
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -333,8 +338,9 @@ class SimulatedDevice(Backend):
         Raises:
             InputError: for an unknown kind.
         """
-        if kind not in ("capture", "replay", "kernel", "staging", "copy", "wait"):
-            raise InputError(f"fail_next({kind!r}): expected capture, replay, kernel, staging, copy or wait.")
+        kinds = ("capture", "replay", "kernel", "staging", "compaction", "copy", "late", "wait")
+        if kind not in kinds:
+            raise InputError(f"fail_next({kind!r}): expected one of {', '.join(kinds)}.")
         self._faults[kind].append(error or RuntimeError(f"simulated {kind} failure"))
 
     def _take_fault(self, kind: str) -> BaseException | None:
@@ -422,12 +428,23 @@ class SimulatedDevice(Backend):
     def is_host(self, value: Tensor) -> bool:
         return storage_key(value) not in self._owned
 
-    def capture(self, fn: Callable[[], T], *, generators: Sequence[torch.Generator] = ()) -> tuple[Graph, T]:
+    def new_pool(self) -> Pool:
+        return Pool()
+
+    def pool_bytes(self, graph: Graph | None) -> tuple[Pool | None, int]:
+        if not isinstance(graph, SimulatedGraph):
+            return None, 0
+        graphs = list(graph.pool.graphs)
+        return graph.pool, max((storage_bytes(other._static.values()) for other in graphs), default=0)
+
+    def capture(
+        self, fn: Callable[[], T], *, generators: Sequence[torch.Generator] = (), pool: Pool | None = None
+    ) -> tuple[Graph, T]:
         graph = self.new_graph()
         with self._capture:
             self.synchronize()
             fn()  # warm-up
-            with self.graph(graph):
+            with self.graph(graph, pool):
                 result = fn()
         return graph, result
 
@@ -469,8 +486,11 @@ class SimulatedDevice(Backend):
 
         self.launch(run)
 
-    def poison(self, tensors: Sequence[Tensor], after: Sequence[Event] = ()) -> None:
-        mine = [tensor for tensor in tensors if storage_key(tensor) in self._owned]
+    def poison(
+        self, outputs: Sequence[Tensor], memory: Sequence[Tensor] = (), *, after: Sequence[Event] = ()
+    ) -> None:
+        mine = [tensor for tensor in outputs if storage_key(tensor) in self._owned]
+        mine += memory
         if mine:
             for event in after:
                 self.wait(event)
@@ -479,13 +499,21 @@ class SimulatedDevice(Backend):
     def _land(self) -> None:
         self._copies.enter()
         with self._pinned_lock:
-            lost = self._take_fault("copy") is not None
-            for host_ref, device_ref in list(self._landings):
-                host, device = host_ref(), device_ref()
+            lost, late = self._take_fault("copy") is not None, self._take_fault("late") is not None
+            if late:
+                return
+            alive = []
+            for refs in list(self._landings):
+                host, device = refs[0](), refs[1]()
                 if host is None or device is None:
-                    self._landings.remove((host_ref, device_ref))
-                elif lost:
-                    device.copy_(host)  # so that no later landing brings it
+                    self._landings.remove(refs)
                 else:
-                    host[:, 2:].copy_(device[:, 2:])
-                    host[:, :2].copy_(device[:, :2])  # the header lands last
+                    alive.append((host, device))
+            if lost:
+                for host, device in alive:
+                    device.copy_(host)  # so that no later landing brings it
+                return
+            for host, device in alive:
+                host[:, 2:].copy_(device[:, 2:])
+            for host, device in reversed(alive):  # headers land last, and those of spans after all copies
+                host[:, :2].copy_(device[:, :2])

@@ -2,162 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from spangraph.backends import Backend, InlineBackend, resolve_backend
 from spangraph.declare import Declaration
-from spangraph.errors import DeclarationError, InputError, RowLookupError
+from spangraph.errors import DeclarationError, InputError
+from spangraph.kernels.compact import check_compact_args
 from spangraph.kernels.stage import check_stage_args
-from spangraph.passes.span_maps import SpanMap
-from spangraph.ring import Launch, Layout, Ring, SlotBuffer
+from spangraph.slots import Copy, Counts
 from spangraph.spans import Span, SpannedOutput
-from spangraph.step import Cut, Step
-
-
-class Tail:
-    """One graph's staging node, and the outputs that its steps cut.
-
-    Attributes:
-        graph: the id that control records name this graph by.
-        columns: what a slot holds for this graph: column -> words per row.
-        buffer: the slots it writes to; None where it stages nothing.
-        slot: for the plain async copy, the one slot that the captured copy writes to.
-        keeps_outputs: whether steps are leased: rows are views of `outputs`, so a replay overwrites them.
-        occupant: the step that leases the outputs.
-    """
-
-    def __init__(
-        self,
-        ring: Ring,
-        graph: int,
-        columns: Mapping[str, int],
-        buffer: SlotBuffer | None,
-        *,
-        num_rows: int,
-        cuts: Mapping[str, Cut],
-        values: Mapping[str, tuple[str, tuple[int, ...]]],
-        slot: int | None = None,
-        keeps_outputs: bool = True,
-    ) -> None:
-        self._ring = ring
-        self.graph = graph
-        self.columns = columns
-        self.buffer = buffer
-        self.num_rows = num_rows
-        self._cuts = cuts
-        self._values = values
-        self.slot = slot
-        self.keeps_outputs = keeps_outputs
-        self.occupant: Launch | None = None
-        self.outputs: Sequence[Tensor] = ()
-        self.mirror: Tensor | None = None
-        if slot is not None and buffer is not None:
-            with torch.inference_mode(False):
-                self.mirror = torch.zeros(buffer.layout.num_words, dtype=torch.int64, device=ring.backend.device)
-
-    def stage_args(self, columns: Sequence[Any]) -> tuple[Any, ...]:
-        """Arguments of `torch.ops.spangraph.stage` for these columns (tensors, or graph nodes in a pass)."""
-        assert self.buffer is not None, "a tail without columns has no staging node"
-        offsets = [self.buffer.layout.columns[name][0] for name in self.columns]
-        memory, control = self.buffer.memory.device, self._ring.control.device
-        return self._ring.cursor, memory, control, list(columns), offsets, self.graph, self.mirror, self.slot or 0
-
-    def cut(self, name: str | None) -> Cut:
-        """The cut called `name`; the only one if None.
-
-        Raises:
-            RowLookupError: if there is no such cut, or None is not clear.
-        """
-        if name is None and len(self._cuts) == 1:
-            return next(iter(self._cuts.values()))
-        if name is None or name not in self._cuts:
-            asked = "one name" if name is None else repr(name)
-            raise RowLookupError(
-                f"no spanned output for {asked}; this step has {sorted(self._cuts)}. A module that returns no spans"
-                " has its outputs delivered whole: see result()."
-            )
-        return self._cuts[name]
-
-    def value(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Column and per-row shape of the row value called `name`.
-
-        Raises:
-            RowLookupError: if there is none.
-        """
-        if name not in self._values:
-            raise RowLookupError(f"no row value {name!r}; this step has {sorted(self._values)}.")
-        return self._values[name]
-
-    def check_rows(
-        self, rows: Sequence[Hashable] | None, num_rows: int | None
-    ) -> tuple[Sequence[Hashable] | None, int]:
-        """Row ids and their number for a launch; a batch row without an id must be said to be padding.
-
-        Raises:
-            InputError: for duplicate, too few or too many row ids.
-        """
-        real = self.num_rows if num_rows is None else num_rows
-        if not 0 <= real <= self.num_rows:
-            raise InputError(f"num_rows={num_rows} of a batch of {self.num_rows} rows: expected 0 to {self.num_rows}.")
-        if rows is None:
-            return None, real
-        if isinstance(rows, str):
-            raise InputError(f"rows={rows!r} is one string: expected a sequence of row ids.")
-        ids = tuple(rows)
-        if len(ids) != real:
-            raise InputError(
-                f"{len(ids)} row ids for {real} real rows: give one id per real row. num_rows= says how many of the"
-                f" batch's {self.num_rows} rows are real; the others are padding."
-            )
-        try:
-            distinct = len(set(ids))
-        except TypeError as error:
-            raise InputError(f"row ids {list(ids)} cannot be keys ({error}): use strings, numbers or tuples.") from None
-        if distinct != len(ids):
-            raise InputError(f"row ids {list(ids)} hold one id twice: every row needs its own.")
-        return ids, real
-
-    @contextlib.contextmanager
-    def step(
-        self,
-        rows: Sequence[Hashable] | None = None,
-        *,
-        num_rows: int | None = None,
-        wait: bool = False,
-        timeout: float | None = None,
-    ) -> Iterator[Step]:
-        """Reserve a slot for one replay of this graph, which must happen inside the block, once.
-
-        The ring's launch lock is held meanwhile. If the block raises, the ring drains and re-bases, and later steps
-        are right. A replay that nobody reserved is a dry run, if it ran before this reservation: synchronise after
-        warm-up replays.
-
-        Args:
-            rows: ids of the real rows, default their positions.
-            num_rows: number of real rows, default all; the rest are padding and never surface.
-            wait: wait for room instead of raising `RingFullError`.
-            timeout: seconds to wait for room.
-
-        Raises:
-            InputError: for bad row ids.
-            RingFullError, StepTimeoutError, ClosedError: see `Ring.reserve`.
-        """
-        ids, real = self.check_rows(rows, num_rows)
-        ring = self._ring
-        with ring.lock, ring.backend.guard():
-            launch = ring.reserve((self,), ids, real, wait=wait, timeout=timeout)
-            try:
-                yield Step(ring, launch)
-                ring.commit(launch, self.outputs)
-            except BaseException:
-                ring.abort(launch)
-                raise
+from spangraph.step import Cut
+from spangraph.tail import StagerCore, Tail, make_cut
 
 
 class SpanStager:
@@ -165,12 +25,16 @@ class SpanStager:
 
     All graphs of a stager (buckets, walks) share one ring and one launch order. Build it before any capture: pinned
     memory cannot be allocated inside one. Outputs are leased to their step, so a graph is not replayed again before
-    its last step is released; capture one graph per step in flight, each with memory of its own.
+    its last step is released; capture one graph per step in flight, each with memory of its own. A graph whose spanned
+    outputs are all copied (`copies=`) leases none of them: any number of its steps may be in flight, up to the depth,
+    and it may share a memory pool with other such graphs, unless a step may take more than the copies' capacity.
 
     Args:
         spans: names, or name -> `Span`, of every spanned output of any of its graphs.
         max_rows: rows of the largest batch.
         row_values: names of row values `[bs]`, or name -> number of int64 words per row (k for `[bs, k]`).
+        copies: name -> `Copy`, for spanned outputs whose valid bytes are copied at the tail. Its capacity must be given
+            (bytes of a step's rows), as the outputs are not known yet.
         depth: steps that may be open or leased at once.
         device: `"cuda"`, a device, or a backend such as `spangraph.testing.SimulatedDevice()`.
         staging: `"kernel"`, or `"copy"` for the plain async copy, whose destination is baked in: depth 1, or one
@@ -184,6 +48,7 @@ class SpanStager:
         *,
         max_rows: int,
         row_values: Mapping[str, int] | Sequence[str] = (),
+        copies: Mapping[str, Copy | str] | None = None,
         depth: int = 1,
         device: Backend | torch.device | str | None = None,
         staging: str = "kernel",
@@ -207,16 +72,29 @@ class SpanStager:
         self.backend = resolve_backend(device)
         self._core = StagerCore(self.backend, depth=depth, staging=staging, wait=wait)
         widths = {name: span.words_per_row for name, span in self._declared.items()} | self._values
-        self._buffer = self._core.new_buffer(widths, max_rows)
+        self._copied = {name: copy for name, given in (copies or {}).items() if (copy := Copy.of(given)).to != "view"}
+        if unknown := sorted(set(copies or {}) - set(self._declared)):
+            raise DeclarationError(f"copies of {unknown} are not declared; the stager declares {sorted(self._declared)}.")
+        sizes = [(copy, _known(name, copy)) for name, copy in self._copied.items()]
+        self._buffer, self._copies = self._core.new_buffer(widths, max_rows, sizes)
         self._inline_tails: dict[int, tuple[object, Tail]] = {}
 
-    def stage(self, out: SpannedOutput, *, names: Sequence[str] | None = None, slot: int | None = None) -> Tail:
+    def stage(
+        self,
+        out: SpannedOutput,
+        *,
+        names: Sequence[str] | None = None,
+        inputs: Sequence[Tensor] = (),
+        slot: int | None = None,
+    ) -> Tail:
         """Put the staging node behind what is being captured on the current stream.
 
         Args:
             out: outputs, their spans and row values, as the captured forward returned them. Outputs under other names
                 than the declared ones are not touched.
             names: the spanned outputs of this graph, default all declared ones.
+            inputs: the graph's static inputs. Under `SPANGRAPH_DEBUG=1` each step checks that they are alive and where
+                they were, and outputs in their memory are not poisoned.
             slot: for `staging="copy"`: the slot this graph's copy writes to.
 
         Returns:
@@ -256,11 +134,16 @@ class SpanStager:
                 raise DeclarationError(f"row value {name!r} has shape {list(column.shape)}: declared {width} per row.")
         outputs = [out.outputs[name] for name in out.output_spans]
         tail = self._inline_tail()
-        if tail is None or list(tail.columns) != list(columns) or tail.num_rows != num_rows:
+        if tail is None or tail.staged_names != list(columns) or tail.num_rows != num_rows:
             cuts = {
-                name: make_cut(name, name, i, expected[name], outputs[i]) for i, name in enumerate(out.output_spans)
+                name: self._place(make_cut(name, name, i, expected[name], outputs[i]))
+                for i, name in enumerate(out.output_spans)
             }
             values = {name: (name, tuple(value.shape[1:])) for name, value in out.row_values.items()}
+            copied = [cut for cut in cuts.values() if cut.region is not None]
+            for index, cut in enumerate(copied):
+                assert cut.region is not None, "it is copied"
+                copied[index] = cuts[cut.name] = replace(cut, region=replace(cut.region, index=index))
             tail = self._core.new_tail(
                 {name: self._buffer.layout.columns[name][1] for name in columns},
                 self._buffer,
@@ -268,15 +151,31 @@ class SpanStager:
                 cuts=cuts,
                 values=values,
                 slot=slot,
-                keeps_outputs=bool(outputs),
+                copies=self._copies,
+                copied=copied,
+                holds_outputs=len(copied) < len(cuts),
+                may_overflow=any(cut.region.capacity < cut.padded_bytes(num_rows) for cut in copied if cut.region),
             )
             self._keep_inline_tail(tail)
-        tail.outputs = outputs
+        tail.note_inputs(inputs)
+        tail.outputs = outputs if tail.holds_outputs or tail.may_overflow else ()
+        if tail.copied:
+            sources = [out.outputs[cut.name] for cut in tail.copied]
+            copy_args = tail.compact_args(sources, [out.output_spans[cut.name] for cut in tail.copied])
+            check_compact_args(*copy_args[:6], *copy_args[7:])
+            torch.ops.spangraph.compact.default(*copy_args)
         args = tail.stage_args(list(columns.values()))
         cursor, slots, control, staged, offsets, _, mirror, baked = args
         check_stage_args(cursor, slots, control, staged, offsets, mirror, baked)
         torch.ops.spangraph.stage.default(*args)
         return tail
+
+    def _place(self, cut: Cut) -> Cut:
+        """The cut, with its place in a copy slot."""
+        copy = self._copied.get(cut.name)
+        if copy is None or self._copies is None:
+            return cut
+        return cut.copied_to(self._copies.regions[list(self._copied).index(cut.name)], copy)
 
     # On the inline backend a replay calls the captured function, and with it stage(), again: it must find its tail.
     def _inline_tail(self) -> Tail | None:
@@ -287,6 +186,11 @@ class SpanStager:
         graph = self.backend.current_graph() if isinstance(self.backend, InlineBackend) else None
         if graph is not None:
             self._inline_tails[id(graph)] = (graph, tail)
+
+    @property
+    def counts(self) -> Counts:
+        """What became of copies so far."""
+        return self._core.ring.counts
 
     def close(self) -> None:
         """Wait for all work, then refuse launches. Steps that were launched can still be read."""
@@ -305,48 +209,10 @@ class SpanStager:
 _NO_MODULE = nn.Module()
 
 
-class StagerCore:
-    """Ring, buffers and tails: what `SpanStager` and `compile` share."""
-
-    def __init__(self, backend: Backend, *, depth: int, staging: str = "kernel", wait: str = "block") -> None:
-        if staging not in ("kernel", "copy"):
-            raise InputError(f"staging={staging!r}: expected 'kernel' or 'copy'.")
-        if staging == "copy" and wait == "header":
-            raise InputError("wait='header' needs staging='kernel': a copy lands in no order.")
-        self.staging = staging
-        num_slots = depth if staging == "copy" else None
-        with backend.guard():
-            self.ring = Ring(backend, depth=depth, num_slots=num_slots, wait=wait)
-        self._graph_ids = itertools.count(1)
-
-    def new_buffer(self, widths: Mapping[str, int], num_rows: int) -> SlotBuffer:
-        """Pinned slots; never inside a capture."""
-        with self.ring.backend.guard():
-            return SlotBuffer(self.ring.backend, Layout.of(widths, num_rows), self.ring.num_slots)
-
-    def new_tail(
-        self, columns: Mapping[str, int], buffer: SlotBuffer | None, *, slot: int | None = None, **options: Any
-    ) -> Tail:
-        """A tail with a graph id of its own.
-
-        Raises:
-            InputError: if a slot is given to the kernel, or is missing or unknown for the plain copy.
-        """
-        if self.staging == "kernel" and slot is not None:
-            raise InputError("slot= is for staging='copy': the kernel's slot is chosen at each launch.")
-        if self.staging == "copy" and buffer is not None:
-            slot = 0 if slot is None and self.ring.num_slots == 1 else slot
-            if slot is None or not 0 <= slot < self.ring.num_slots:
-                raise InputError(
-                    f"staging='copy' at depth {self.ring.num_slots} bakes the slot into the graph: capture one graph"
-                    f" per slot and pass stage(slot=0..{self.ring.num_slots - 1}), got {slot}."
-                )
-        return Tail(self.ring, next(self._graph_ids), columns, buffer, slot=slot, **options)
-
-
-def make_cut(
-    name: str, column: str, output: int, span: Span, value: Tensor, span_map: SpanMap | None = None, label: str = ""
-) -> Cut:
-    """A cut of the declared value itself, or of what `span_map` says derives from it."""
-    widths = tuple(value.shape[dim] for dim in span.dims)
-    return Cut(name, column, output, span, widths, span_map or SpanMap.identity(value.ndim, span.dims), label or name)
+def _known(name: str, copy: Copy) -> int:
+    if copy.capacity is None:
+        raise DeclarationError(
+            f"copies[{name!r}] has no capacity: a stager is built before its graphs, so say how many bytes a step's"
+            f" rows may take, e.g. Copy({copy.to!r}, capacity=1 << 20)."
+        )
+    return copy.capacity

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from spangraph.errors import RowLookupError, SpanError, StaleStepError, StepStateError
+from spangraph.kernels.compact import COPY_WORDS, pcm16
+from spangraph.kernels.gather import clone_each, gather
 from spangraph.passes.span_maps import SpanMap
 from spangraph.ring import Launch, Ring
+from spangraph.slots import ALIGNMENT, COPIES, Copy, Region, aligned
 from spangraph.spans import Span, describe_bad_span
+from spangraph.watch import user_line
 
 # A tensor, or a tuple of them where a row has several spans; typed so that the usual case needs no cast.
 Entry = Any
@@ -33,6 +40,10 @@ class Cut:
         widths: size of each spanned dim of the declared value; spans are checked against these.
         span_map: where row and spans lie in this output.
         label: what messages call it.
+        row_shape: shape of a padded row of this output.
+        dtype: of the delivered rows.
+        casts: whether they are int16 PCM made of floats.
+        region: where a copy slot holds them; None if they are views.
     """
 
     name: str
@@ -42,13 +53,79 @@ class Cut:
     widths: tuple[int, ...]
     span_map: SpanMap
     label: str
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+    casts: bool = False
+    region: Region | None = None
+
+    def extents(self, words: memoryview, position: int) -> list[tuple[tuple[int, int], ...]]:
+        """A row's declared spans that are not empty in this output, each with one `(start, end)` per spanned dim.
+
+        Args:
+            words: the spans of the step's rows, as they were staged.
+
+        Raises:
+            SpanError: for a bad span, without the row's id.
+        """
+        num_dims, mapped = len(self.widths), self.span_map
+        word = position * self.span.words_per_row
+        extents: list[tuple[tuple[int, int], ...]] = []
+        for _ in range(self.span.max_spans):
+            extent: list[tuple[int, int]] = []
+            empty = False
+            for dim in range(num_dims):
+                start, end = words[word], words[word + 1]
+                word += 2
+                if not 0 <= start <= end <= self.widths[dim]:
+                    raise SpanError(
+                        f"of {self.label!r} (dim {self.span.dims[dim]}): "
+                        f"{describe_bad_span(start, end, self.widths[dim])}. Other rows of the step are not affected."
+                    )
+                extent.append((start, end))
+                if not mapped.is_identity:
+                    start, end = mapped.apply(dim, start, end)
+                empty |= start == end
+            if not empty:
+                extents.append(tuple(extent))
+        return extents
+
+    @property
+    def source_dims(self) -> tuple[int, ...]:
+        """The spanned dims once the rows have been moved to dim 0."""
+        return tuple(dim + 1 for dim in self.span_map.row_dims)
+
+    def crop_shape(self, extent: Sequence[tuple[int, int]]) -> list[int]:
+        """Shape of a row's part in a declared span."""
+        shape = list(self.row_shape)
+        for i, (dim, span) in enumerate(zip(self.span_map.row_dims, extent, strict=True)):
+            start, end = self.span_map.apply(i, *span)
+            shape[dim] = end - start
+        return shape
+
+    def crop_bytes(self, extent: Sequence[tuple[int, int]]) -> int:
+        """Bytes of that part in a copy slot."""
+        return aligned(math.prod(self.crop_shape(extent)) * self.dtype.itemsize)
+
+    def padded_bytes(self, num_rows: int) -> int:
+        """The most bytes that a step's rows can take there: each span may be as wide as the output."""
+        return num_rows * self.span.max_spans * aligned(math.prod(self.row_shape) * self.dtype.itemsize)
+
+    def copied_to(self, region: Region, copy: Copy) -> Cut:
+        """The cut whose rows a copy slot holds, in `region`.
+
+        Raises:
+            DeclarationError: if `copy` casts what is no float.
+        """
+        dtype = copy.delivered(self.dtype, self.name)
+        return replace(self, region=region, dtype=dtype, casts=dtype is not self.dtype)
 
 
 class Rows(Mapping[Hashable, Entry]):
     """Rows of one spanned output: row id -> tensor, of the delivered rows only, in launch order.
 
-    A row's tensor equals `padded[row, ..., start:end]` bit for bit. It is a view, made when asked for, and valid until
-    the step is released; `own()` gives copies. With several spans per row an entry is a tuple of tensors. Withheld
+    A row's tensor equals `padded[row, ..., start:end]` bit for bit, or `pcm16` of it where it was asked for. It lies in
+    the graph's output or in a ring (see `Copy`), is made when asked for, and is valid until the step is released;
+    `own()` gives copies. With several spans per row an entry is a tuple of tensors. Withheld
     rows (empty spans) are absent. `rows[row_id]` raises `SpanError` for a row whose span is bad, and iteration yields
     all good rows before it raises once, naming every bad one.
     """
@@ -115,7 +192,7 @@ class Rows(Mapping[Hashable, Entry]):
         return count
 
     def __repr__(self) -> str:
-        kind = "owned" if self._owned is not None else "view"
+        kind = "owned" if self._owned is not None else "view" if self._cut.region is None else "copied"
         return f"Rows({self._cut.label!r}, {self._launch.num_rows} rows at launch, {kind})"
 
     def spans(self, row_id: Hashable) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -130,6 +207,21 @@ class Rows(Mapping[Hashable, Entry]):
         mapped = self._cut.span_map
         return tuple(tuple(mapped.apply(dim, *pair) for dim, pair in enumerate(e)) for e in self._extents(position))
 
+    def nans(self, row_id: Hashable) -> int:
+        """How many NaNs of the row became 0 in a cast to PCM.
+
+        Raises:
+            RowLookupError, SpanError, StaleStepError: as for `rows[row_id]`.
+        """
+        position = self._position(row_id)
+        if not self._cut.casts or self._is_withheld(position):
+            return 0
+        extents = self._extents(position)
+        offset, nans = self._record(position)
+        if offset >= 0:
+            return nans
+        return sum(int(padded.isnan().sum()) for padded in self._padded(position, extents))
+
     def own(self) -> Rows:
         """Copies of the delivered rows that are the caller's for ever: one gather, each row into memory of its own, so
         that a kept row keeps nothing else alive.
@@ -141,20 +233,31 @@ class Rows(Mapping[Hashable, Entry]):
         """
         if self._owned is not None:
             return self
-        views: dict[int, tuple[Tensor, ...]] = {}
+        extents: dict[int, list[tuple[tuple[int, int], ...]]] = {}
         for position in range(self._launch.num_rows):
-            try:
-                entry = self._entry(position)
-            except SpanError:
-                continue
-            if entry is not None:
-                views[position] = entry if isinstance(entry, tuple) else (entry,)
-        copies = iter(_gather([view for row in views.values() for view in row]))
-        owned: dict[int, Entry] = {}
-        for position, row in views.items():
-            entry = tuple(next(copies) for _ in row)
-            owned[position] = entry if self._cut.span.max_spans > 1 else entry[0]
+            with contextlib.suppress(SpanError):
+                if not self._is_withheld(position) and (found := self._extents(position)):
+                    extents[position] = found
+        copies = iter(self._gather(extents))
+        owned = {position: self._as_entry([next(copies) for _ in row]) for position, row in extents.items()}
         return Rows(None, self._launch, self._cut, self._spans, owned)
+
+    def _gather(self, extents: Mapping[int, Sequence[tuple[tuple[int, int], ...]]]) -> list[Tensor]:
+        """Copies of these rows' parts, in order."""
+        cut, outputs = self._cut, self._launch.outputs
+        if self._launch.is_released:
+            raise _stale(self._launch)
+        if cut.region is not None:
+            return clone_each([crop for position, row in extents.items() for crop in self._crops(position, row)])
+        if not extents:
+            return []
+        mapped = cut.span_map
+        crops = [
+            (position, tuple(mapped.apply(dim, *pair) for dim, pair in enumerate(extent)))
+            for position, row in extents.items()
+            for extent in row
+        ]
+        return gather(outputs[cut.output].movedim(mapped.row_dim or 0, 0), cut.source_dims, crops)
 
     def _position(self, row_id: Hashable) -> int:
         ids = self._launch.row_ids
@@ -180,54 +283,58 @@ class Rows(Mapping[Hashable, Entry]):
             if owned is None:
                 self._extents(position)  # raises for a bad row
             return owned
+        extents = self._extents(position)
+        crops = self._crops(position, extents)
+        if self._step is not None and self._step._ring.debug:
+            where = user_line()
+            self._launch.taken += [(weakref.ref(crop), where) for crop in crops]
+        return self._as_entry(crops) if extents else None
+
+    def _as_entry(self, crops: Sequence[Tensor]) -> Entry:
+        return tuple(crops) if self._cut.span.max_spans > 1 else crops[0]
+
+    def _crops(self, position: int, extents: Sequence[tuple[tuple[int, int], ...]]) -> list[Tensor]:
+        """The row's parts, in the ring or in the graph's output."""
+        launch, cut = self._launch, self._cut
+        if cut.region is None:
+            return self._padded(position, extents)
+        offset, _ = self._record(position)
+        if offset < 0:  # the step did not fit
+            crops = self._padded(position, extents)
+            crops = [pcm16(crop) for crop in crops] if cut.casts else crops
+            return [crop.cpu() for crop in crops] if cut.region.on_host else crops
+        slot = launch.copy_slot  # before the check: another thread may release meanwhile
+        if launch.is_released or slot is None or launch.tail.copies is None:
+            raise _stale(launch)
+        memory, at, crops = launch.tail.copies.bytes_of(cut.region, slot), offset * ALIGNMENT, []
+        for extent in extents:
+            shape = cut.crop_shape(extent)
+            num_bytes = math.prod(shape) * cut.dtype.itemsize
+            crops.append(memory.narrow(0, at, num_bytes).view(cut.dtype).view(shape))
+            at += aligned(num_bytes)
+        return crops
+
+    def _padded(self, position: int, extents: Sequence[tuple[tuple[int, int], ...]]) -> list[Tensor]:
+        """Views of the row's parts in the graph's output."""
         outputs = self._launch.outputs  # before the check: another thread may release meanwhile
         if self._launch.is_released:
             raise _stale(self._launch)
-        extents = self._extents(position)
-        if not extents:
-            return None
-        padded = outputs[self._cut.output]
-        if self._cut.span.max_spans == 1:
-            return self._cut.span_map.cut(padded, position, extents[0])
-        return tuple(self._cut.span_map.cut(padded, position, extent) for extent in extents)
+        return [self._cut.span_map.cut(outputs[self._cut.output], position, extent) for extent in extents]
+
+    def _record(self, position: int) -> tuple[int, int]:
+        """Where the row's copy begins, in units of 16 bytes (below 0: the step did not fit), and its NaNs."""
+        launch, region = self._launch, self._cut.region
+        assert region is not None, "the output is copied"
+        records = launch.tail.column(launch, COPIES)
+        at = len(records) // launch.num_rows * position + region.index * COPY_WORDS
+        return records[at + 1], records[at + 2]
 
     def _extents(self, position: int) -> list[tuple[tuple[int, int], ...]]:
-        """The row's declared spans that are not empty in this output, each with one (start, end) per spanned dim."""
-        cut, words = self._cut, self._spans
-        widths, mapped = cut.widths, cut.span_map
-        num_dims = len(widths)
-        word = position * cut.span.words_per_row
-        extents: list[tuple[tuple[int, int], ...]] = []
-        for _ in range(cut.span.max_spans):
-            extent: list[tuple[int, int]] = []
-            empty = False
-            for dim in range(num_dims):
-                start, end = words[word], words[word + 1]
-                word += 2
-                if not 0 <= start <= end <= widths[dim]:
-                    row_id = self.row_ids[position]
-                    raise SpanError(
-                        f"row {row_id!r} of {cut.label!r} (dim {cut.span.dims[dim]}): "
-                        f"{describe_bad_span(start, end, widths[dim])}. Other rows of the step are not affected.",
-                        [row_id],
-                    )
-                extent.append((start, end))
-                if not mapped.is_identity:
-                    start, end = mapped.apply(dim, start, end)
-                empty |= start == end
-            if not empty:
-                extents.append(tuple(extent))
-        return extents
-
-
-def _gather(views: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of `views`, made together."""
-    if not views:
-        return []
-    with torch.inference_mode(False), torch.no_grad():
-        copies = [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in views]
-        torch._foreach_copy_(copies, list(views))  # pyright: ignore[reportPrivateImportUsage]
-    return copies
+        try:
+            return self._cut.extents(self._spans, position)
+        except SpanError as error:
+            row_id = self.row_ids[position]
+            raise SpanError(f"row {row_id!r} {error}", [row_id]) from None
 
 
 def _stale(launch: Launch) -> StaleStepError:
@@ -312,11 +419,7 @@ class Step:
     def cut_rows(self, cut: Cut) -> Rows:
         """Rows of one planned cut; after a wait."""
         self._ring.note_reader(self._launch)
-        words, buffer = self._launch.words, self._launch.tail.buffer
-        if words is None or buffer is None:
-            raise StepStateError(f"{self._launch} staged no spans.")
-        first, width = buffer.layout.columns[cut.column]
-        return Rows(self, self._launch, cut, words[first : first + width * self._launch.num_rows])
+        return Rows(self, self._launch, cut, self._launch.tail.column(self._launch, cut.column))
 
     def output(self, index: int) -> Tensor:
         """One whole output of the graph; after a wait."""
@@ -334,14 +437,16 @@ class Step:
             and what `wait` raises.
         """
         self.wait()
-        words, tail = self._launch.words, self._launch.tail
-        column, shape = tail.value(name)
-        assert words is not None, "read, so that it has words"
-        assert tail.buffer is not None, "a tail with row values has a slot"
-        first, width = tail.buffer.layout.columns[column]
-        rows = self._launch.num_rows
-        values = torch.tensor(words[first : first + width * rows].tolist(), dtype=torch.int64)
-        return values.view(rows, *shape)
+        column, shape = self._launch.tail.value(name)
+        values = torch.tensor(self._launch.tail.column(self._launch, column).tolist(), dtype=torch.int64)
+        return values.view(self._launch.num_rows, *shape)
+
+    def staged(self, column: str, shape: Sequence[int]) -> Tensor:
+        """A whole staged column, padding rows zeroed, as a host tensor; after a wait."""
+        words, buffer = self._launch.words, self._launch.tail.buffer
+        assert words is not None and buffer is not None, "read, so that it has words"
+        first, width = buffer.layout.columns[column]
+        return torch.tensor(words[first : first + width * shape[0]].tolist(), dtype=torch.int64).view(*shape)
 
     def result(self) -> Any:
         """Wait, then the model's own output structure with spanned tensors replaced by `Rows`.
@@ -379,9 +484,15 @@ class Step:
             }
 
     def release(self) -> None:
-        """End the lease. Rows that are views become invalid; a consumer's work on the current stream is waited for, on
-        the device, by the next launch into this memory. Never waits, and does nothing the second time."""
+        """End the lease. Rows that are not owned become invalid; a consumer's work on the current stream is waited for,
+        on the device, by the next launch into this memory. Never waits for the device, but for a launch that another
+        thread is making; does nothing the second time."""
         self._ring.release(self._launch)
+
+    def cancel(self) -> None:
+        """Give the step up, done or in flight, for requests that nobody waits for any more: who waits or reads gets
+        `StaleStepError`. Waits for nothing, not even for another thread's launch. To give up one row, see `withhold`."""
+        self._ring.cancel(self._launch)
 
     def __enter__(self) -> Self:
         return self

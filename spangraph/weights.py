@@ -75,12 +75,14 @@ class Weights:
     Args:
         addresses: whether the graph has their addresses baked in, as a captured one has.
         literals: buffers that the graph holds as numbers: module's buffers, name and number of each.
+        probe_all: check all tensors at every launch, at a cost that grows with the model.
     """
 
     def __init__(
-        self, model: nn.Module, *, addresses: bool, literals: Sequence[tuple[dict[str, Any], str, int]] = ()
+        self, model: nn.Module, *, addresses: bool, literals: Sequence[tuple[dict[str, Any], str, int]] = (), probe_all: bool = False
     ) -> None:
         _install()
+        self._probe_all = probe_all
         self._literals = literals
         self._seen_loads = _loads
         self._addresses = addresses
@@ -105,7 +107,7 @@ class Weights:
         if self._seen_loads != _loads:
             self._check_literals()
         seen = _replacements
-        suspects = self._probes() if self._seen == seen else self._held
+        suspects = self._probes() if self._seen == seen and not self._probe_all else self._held
         stale = [suspect[0] for suspect in suspects if self._is_stale(*suspect[1:])]
         if stale:
             more = f" and {len(stale) - 4} more" if len(stale) > 4 else ""

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from spangraph.testing import SimulatedDevice, SimulatedEvent, SimulatedStream
+from spangraph.backends import storage_bytes
+from spangraph.testing import Pool, SimulatedDevice, SimulatedEvent, SimulatedStream
 
 REFUSED = "operation not permitted when stream is capturing"
 
@@ -87,6 +89,9 @@ class FakeGraph:
     def reset(self) -> None:
         self.cuda.note("reset")
 
+    def pool(self) -> tuple[int, int]:
+        return self.cuda.handle_of(self.captured.pool)
+
 
 class FakeCuda:
     """Stands in for the module `torch.cuda`.
@@ -104,6 +109,7 @@ class FakeCuda:
         self._is_broken = False
         self._names: dict[int, str] = {id(self.simulated.stream()): "default"}
         self._num_events = 0
+        self._pools: dict[tuple[int, int], Pool] = {}
         self._current = threading.local()
 
     def note(self, *call: str) -> None:
@@ -167,14 +173,35 @@ class FakeCuda:
         self._num_events += 1
         return FakeEvent(self, f"event {self._num_events}")
 
+    def graph_pool_handle(self) -> tuple[int, int]:
+        return self.handle_of(Pool())
+
+    def handle_of(self, pool: Pool) -> tuple[int, int]:
+        """The handle that stands for a pool."""
+        for handle, known in self._pools.items():
+            if known is pool:
+                return handle
+        self._pools[0, len(self._pools) + 1] = pool
+        return 0, len(self._pools)
+
+    def memory_snapshot(self) -> list[dict[str, Any]]:
+        return [
+            {"segment_pool_id": handle, "total_size": storage_bytes(graph._static.values())}
+            for handle, pool in self._pools.items()
+            for graph in pool.graphs
+        ]
+
     def CUDAGraph(self) -> FakeGraph:
         self.note("new_graph")
         return FakeGraph(self)
 
     @contextlib.contextmanager
-    def graph(self, graph: FakeGraph, *, stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
+    def graph(
+        self, graph: FakeGraph, *, stream: FakeStream, pool: tuple[int, int] | None, capture_error_mode: str
+    ) -> Iterator[None]:
         self.note("capture", stream.name, capture_error_mode)
-        with self.simulated.use_stream(stream.queue), self.simulated.graph(graph.captured):
+        shared = None if pool is None else self._pools[pool]
+        with self.simulated.use_stream(stream.queue), self.simulated.graph(graph.captured, shared):
             self.capturing, self._capturer, self._is_broken = True, threading.get_ident(), False
             try:
                 yield

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from spangraph import Rows, Span, SpannedOutput, SpanStager, Step
+from spangraph import Copy, Rows, Span, SpannedOutput, SpanStager, Step
 from spangraph.ring import Ring
 from spangraph.testing import Pool, SimulatedDevice, SimulatedGraph
 
@@ -84,7 +84,10 @@ class Engine:
     Args:
         lanes: number of graphs; default one per step of depth, as their outputs are leased.
         spanned: whether the graphs stage spans, or the row value `token` alone, whose steps lease nothing.
+        copies: the lifetime of the rows; default `Engine.lifetime`.
     """
+
+    lifetime: ClassVar[str] = "view"
 
     def __init__(
         self,
@@ -97,12 +100,17 @@ class Engine:
         spanned: bool = True,
         staging: str = "kernel",
         wait: str = "block",
+        copies: Copy | str | None = None,
     ) -> None:
         self.device = device or SimulatedDevice()
+        copies = copies or (self.lifetime if staging == "kernel" else "view")
+        if copies in ("device", "host"):
+            copies = Copy(str(copies), capacity=bs * -(-4 * width // 16) * 16)
         self.stager = SpanStager(
             {"audio": Span()},
             max_rows=bs,
             row_values=["token"],
+            copies={"audio": copies},
             depth=depth,
             device=self.device,
             staging=staging,

@@ -54,8 +54,6 @@ class SimulatedRig(Rig):
 class FakeCudaRig(SimulatedRig):
     """CudaBackend on recording fakes. They have one kind of memory, so all that a caller gives counts as the host's."""
 
-    poisons = False
-
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__(cuda.simulated)
         self.cuda = cuda
@@ -64,8 +62,6 @@ class FakeCudaRig(SimulatedRig):
 
 
 class CudaRig(Rig):
-    poisons = False
-
     def __init__(self) -> None:
         super().__init__(CudaBackend())
 

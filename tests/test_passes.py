@@ -418,7 +418,7 @@ def test_outputs_that_do_not_derive_are_not_mentioned() -> None:
 
 
 def _stage_args(columns: Sequence[Any]) -> tuple[Any, ...]:
-    ring = [torch.zeros(size, dtype=torch.int64) for size in ((1,), (3, 40), (3, 4))]
+    ring = [torch.zeros(size, dtype=torch.int64) for size in ((1,), (3, 40), (3, 5))]
     return *ring, list(columns), [2 + 8 * i for i in range(len(columns))], 5, None, 0
 
 

@@ -35,13 +35,13 @@ def test_the_slot_of_a_failed_wait_is_not_used_until_a_later_step_is_done() -> N
     for _ in range(2):
         with pytest.raises(RuntimeError, match="simulated wait failure"):
             lost.wait()
-    assert [place for place, _ in ring._quarantine] == [slot]
+    assert [place for _, place, _ in ring._quarantine] == [slot]
     assert slot not in ring._free
 
     batch = Batch.random()
     step = engine.launch(batch)  # does not wait for the device either
     assert step._launch.slot != slot
-    assert [place for place, _ in ring._quarantine] == [slot]
+    assert [place for _, place, _ in ring._quarantine] == [slot]
     engine.device.resume()
     assert_rows(step.rows(), batch.rows())
     step.release()

@@ -68,7 +68,7 @@ def test_a_step_that_never_ends_is_reported_with_the_ring_state() -> None:
         "next step 3",
         "done up to 0",
         "free slots [2, 3]",
-        "quarantined []",
+        "quarantined (slot, step) []",
         "dropped in flight 1",
         "96 bytes leased",
     ):

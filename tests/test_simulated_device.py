@@ -129,7 +129,7 @@ def test_each_fault_happens_once_and_as_given() -> None:
     graph.replay()
     device.synchronize()
     assert y.tolist() == [2, 2]
-    with pytest.raises(InputError, match=r"fail_next\('gpu'\): expected capture, replay, kernel"):
+    with pytest.raises(InputError, match=r"fail_next\('gpu'\): expected one of capture, replay, kernel"):
         device.fail_next("gpu")
 
 

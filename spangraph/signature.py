@@ -1,0 +1,425 @@
+"""What one input signature needs: its trace, its graphs with their tails, and how a result is put together."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from spangraph.backends import Backend, Event, Graph, debug_enabled, preserve_generators
+from spangraph.diagnostics import Diagnostic
+from spangraph.errors import DeclarationError, HostReadError, TraceError
+from spangraph.passes import Copied, Prepared, insert_staging_node, prepare_graph
+from spangraph.passes.marks import Mark, public_names
+from spangraph.passes.nodes import val
+from spangraph.slots import Copy, Region
+from spangraph.step import Cut, Step
+from spangraph.structure import CallSpec, Constant
+from spangraph.tail import StagerCore, Tail, make_cut
+from spangraph.trace import Trace
+from spangraph.tracer import locate_reads, retrace_uncaptured, trace_model
+from spangraph.watch import Watch
+from spangraph.weights import Weights
+
+_logger = logging.getLogger("spangraph")
+
+
+@dataclass(eq=False)
+class Instance:
+    """One graph of a signature, with inputs of its own on a captured backend."""
+
+    gm: fx.GraphModule
+    tail: Tail
+    inputs: list[Tensor] = field(default_factory=list)
+    graph: Graph | None = None
+    uploads: list[tuple[list[Tensor], Event]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Signature:
+    """Everything that one input signature needs.
+
+    Attributes:
+        cuts: the model's outputs that are cut, by their index.
+        make_result: the step's result in the model's own output structure, owned or not.
+    """
+
+    label: str
+    trace: Trace
+    prepared: Prepared
+    cuts: dict[int, Cut] = field(default_factory=dict)
+    instances: list[Instance] = field(default_factory=list)
+    tails: list[Tail] = field(default_factory=list)
+    weights: Weights | None = None
+    make_result: Callable[[Step, bool], Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """What becomes of a graph's outputs.
+
+    Attributes:
+        names: public name -> cut.
+        cuts: output -> cut, of all that are cut.
+        copied: the cuts whose rows are copied, each part of a copy slot once, and where they come from.
+        keep: outputs that the graph returns.
+        holds: whether steps lease some of them.
+        may_overflow: whether some copies may not fit.
+    """
+
+    names: Mapping[str, Cut]
+    cuts: dict[int, Cut]
+    copied: Sequence[tuple[Cut, Copied]]
+    keep: Sequence[int]
+    holds: bool
+    may_overflow: bool
+
+
+class SignatureBuilder:
+    """Traces a model for an input signature, and captures it.
+
+    Attributes:
+        core: the ring that all signatures share.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        walk: str,
+        core: StagerCore,
+        *,
+        trace: str,
+        verify: str,
+        copies: Mapping[str, Copy],
+        generators: Sequence[torch.Generator],
+    ) -> None:
+        self._model = model
+        self._walk = walk
+        self.core = core
+        self._backend = core.backend
+        self._tracer = trace
+        self._verify = verify
+        self._copies = copies
+        self._generators = generators
+        self._debug = debug_enabled()
+        self._pool: Any = None
+
+    def build(self, call: CallSpec, tensors: Sequence[Tensor]) -> Signature:
+        """Trace, plan and capture.
+
+        Raises:
+            TraceError, HostReadError, DeclarationError, CaptureError: as `Compiled.launch` says.
+        """
+        backend, walk, model = self._backend, self._walk, self._model
+        inputs = [tensor.to(backend.device) for tensor in tensors]
+        try:
+            trace = trace_model(
+                model,
+                walk,
+                call,
+                inputs,
+                tracer=self._tracer,
+                verify=self._verify,
+                generators=self._generators,
+            )
+            prepared = prepare_graph(trace.gm, trace.infos, trace.leaf_names, reads=not trace.captures)
+        except HostReadError as error:
+            if self._verify == "error":
+                raise locate_reads(model, walk, call, inputs, error) from None
+            trace = retrace_uncaptured(model, walk, call, inputs, error, warn=self._verify == "warn")
+            prepared = prepare_graph(trace.gm, trace.infos, trace.leaf_names, reads=True)
+        if trace.reason:
+            _logger.info("traced opaquely: %s", trace.reason)
+        if trace.rebinds and backend.static and trace.captures:
+            raise TraceError(
+                f"the forward changes {', '.join(trace.rebinds)} at every call, which a replay cannot repeat: keep such"
+                " state in registered buffers, and update them in place (copy_, add_)."
+            )
+        if trace.writes_inputs and backend.static:
+            raise TraceError(
+                f"the forward writes its tensor inputs {list(trace.writes_inputs)} in place, but a replay has copies of"
+                " its own: clone() them first, or keep what must change in registered buffers."
+            )
+        if trace.tracer == "opaque" and prepared.marks:
+            _say_what_is_whole(trace, prepared)
+        label = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors) or "no tensors"
+        signature = Signature(label, trace, prepared)
+        if trace.tracer == "export" or backend.static:
+            signature.weights = Weights(
+                self._model, addresses=backend.static, literals=trace.literals, probe_all=self._debug
+            )
+        self._add_instances(signature, inputs)
+        return signature
+
+    def _add_instances(self, signature: Signature, inputs: Sequence[Tensor]) -> None:
+        """Plan the slots and capture: all instances or none."""
+        trace, prepared, backend = signature.trace, signature.prepared, self._backend
+        results, marks = prepared.results, prepared.marks
+        names = public_names(marks)
+        column_of: dict[fx.Node, str] = {}  # spans that several outputs share are staged once
+        widths: dict[str, int] = {}
+        sizes: dict[str, int] = {}
+        for name, mark in zip(names, marks, strict=True):
+            if mark.staged not in column_of:
+                column_of[mark.staged] = name
+                shape = val(mark.staged).shape
+                sizes[name], widths[name] = shape[0], shape[1:].numel()
+        if len(set(sizes.values())) > 1:
+            raise DeclarationError(f"SG103 spanned outputs of one step have different numbers of rows: {sizes}.")
+        first = val(results[0]).shape if results else ()
+        num_rows = next(iter(sizes.values())) if sizes else (first[0] if first else 0)
+
+        outputs, wanted = self._plan(trace, prepared, names, column_of, num_rows)
+        buffer, copies = self.core.new_buffer(widths, num_rows, wanted) if widths else (None, None)
+        regions = copies.regions if copies is not None else []
+        outputs = _place(outputs, regions)
+        values = {
+            name: (column_of[mark.staged], tuple(val(mark.value).shape[1:]))
+            for name, mark in zip(names, marks, strict=True)
+            if mark.info.span is None
+        }
+        staged = list(column_of)
+        # A plain copy's slot is baked in, so it takes a graph per step in flight on every backend.
+        per_step = (backend.static and outputs.holds) or self.core.staging == "copy"
+        instances = []
+        for i in range(self.core.ring.depth if per_step else 1):
+            tail = self.core.new_tail(
+                widths,
+                buffer,
+                num_rows=num_rows,
+                cuts=outputs.names,
+                values=values,
+                slot=i if self.core.staging == "copy" and buffer is not None else None,
+                copies=copies,
+                copied=[cut for cut, _ in outputs.copied],
+                holds_outputs=outputs.holds,
+                may_overflow=outputs.may_overflow,
+            )
+            gm = insert_staging_node(
+                prepared.gm,
+                staged,
+                tail.stage_args,
+                copied=[source for _, source in outputs.copied],
+                compact_args=tail.compact_args,
+                keep=outputs.keep,
+            )
+            instances.append(Instance(gm, tail))
+        if backend.static:
+            self._capture(trace, instances, inputs, share=not outputs.holds and not outputs.may_overflow)
+        signature.cuts = outputs.cuts
+        signature.make_result = self._result_maker(signature, outputs, column_of)
+        signature.instances, signature.tails = instances, [instance.tail for instance in instances]
+
+    def _plan(
+        self,
+        trace: Trace,
+        prepared: Prepared,
+        names: Sequence[str],
+        column_of: Mapping[fx.Node, str],
+        num_rows: int,
+    ) -> tuple[_Outputs, list[tuple[Copy, int]]]:
+        """Decide what is cut, copied and kept; the regions of a copy slot have no place yet."""
+        marks, results = prepared.marks, prepared.results
+        by_name: dict[str, Cut] = {}
+        mark_of: dict[str, Mark] = {}
+        for name, mark, output in zip(names, marks, prepared.value_outputs, strict=True):
+            if mark.info.span is not None:
+                by_name[name] = make_cut(name, column_of[mark.staged], output, mark.info.span, val(mark.value))
+                mark_of[name] = mark
+        cuts: dict[int, Cut] = {}
+        for plan in prepared.cuts:
+            cut = by_name[names[plan.mark]]
+            own = trace.leaf_names[plan.output] if plan.output < len(trace.leaf_names) else ""
+            label = cut.name if plan.output == cut.output or not own else f"{cut.name} (output {own})"
+            shape = list(val(results[plan.output]).shape)
+            del shape[plan.span_map.row_dim or 0]
+            cuts[plan.output] = replace(
+                cut,
+                output=plan.output,
+                span_map=plan.span_map,
+                label=label,
+                row_shape=tuple(shape),
+                dtype=val(results[plan.output]).dtype,
+            )
+        wanted: list[tuple[Copy, int]] = []
+        copied: dict[Any, tuple[Cut, Copied]] = {}
+        may_overflow = False
+
+        def copy(cut: Cut) -> Cut:
+            """The cut as it is copied, if it is."""
+            nonlocal may_overflow
+            option = self._copy_of(cut.name, mark_of[cut.name])
+            if option.to == "view":
+                return cut
+            key = cut.output, cut.column, cut.span_map, option
+            if key not in copied:
+                mark = mark_of[cut.name]
+                assert mark.spans is not None, "it is no row value"
+                placed = cut.copied_to(Region(len(wanted), 0, option.to == "host", 0, 0), option)
+                worst = placed.padded_bytes(num_rows)
+                wanted.append((option, worst if option.capacity is None else min(option.capacity, worst)))
+                may_overflow |= option.capacity is not None and option.capacity < worst
+                copied[key] = placed, Copied(cut.output, mark.spans, cut.widths, cut.span_map)
+            return replace(cut, **{name: getattr(copied[key][0], name) for name in ("dtype", "casts", "region")})
+
+        by_name = {name: copy(cut) for name, cut in by_name.items()}
+        cuts = {output: copy(cut) for output, cut in cuts.items()}
+        views = {cut.output for cut in (*by_name.values(), *cuts.values()) if cut.region is None}
+        whole = {i for i in range(len(trace.leaf_names)) if i not in cuts}
+        # Where all else is copied, spans and row values are delivered from the slot, so that nothing is leased.
+        holds = not copied or bool(views) or not whole <= set(prepared.staged_outputs)
+        keep = views | (whole if holds else set())
+        keep |= {cut.output for cut, _ in copied.values()} if may_overflow else set()
+        if not copied:
+            keep = set(range(len(results)))
+        return _Outputs(by_name, cuts, list(copied.values()), sorted(keep), holds, may_overflow), wanted
+
+    def _copy_of(self, name: str, mark: Mark) -> Copy:
+        for asked in (name, mark.full_name, mark.info.name):
+            if asked in self._copies:
+                return self._copies[asked]
+        return Copy("view")
+
+    def _capture(self, trace: Trace, instances: Sequence[Instance], inputs: Sequence[Tensor], *, share: bool) -> None:
+        backend = self._backend
+        with backend.guard(), contextlib.ExitStack() as stack:
+            backend.synchronize()
+            stack.enter_context(preserve_generators(backend.device, self._generators))
+            stack.enter_context(Watch(self._model))
+            if share and self._pool is None:
+                self._pool = backend.new_pool()
+            for instance in instances:
+                with torch.inference_mode(False):
+                    instance.inputs = [torch.empty_like(t, requires_grad=False).copy_(t.detach()) for t in inputs]
+                instance.tail.note_inputs(instance.inputs)
+                if trace.captures:
+                    instance.graph, instance.tail.outputs = backend.capture(
+                        _Runner(trace, instance), generators=self._generators, pool=self._pool if share else None
+                    )
+                else:
+                    outputs = [torch.empty_like(t) for t in run(trace, instance.gm, instance.inputs)]
+                    instance.tail.outputs = outputs
+                    instance.graph = _Uncaptured(backend, _Runner(trace, instance), outputs)
+
+    def _result_maker(
+        self, signature: Signature, outputs: _Outputs, column_of: Mapping[fx.Node, str]
+    ) -> Callable[[Step, bool], Any]:
+        """A function that builds a step's result in the model's own output structure."""
+        trace, prepared, device = signature.trace, signature.prepared, self._backend.device
+        clone_whole = self._backend.static or self._debug
+        plan: list[Callable[[Step, bool], Any]] = []
+
+        def constant(value: Any) -> Callable[[Step, bool], Any]:
+            return lambda step, own: value
+
+        def rows(cut: Cut) -> Callable[[Step, bool], Any]:
+            return lambda step, own: step.cut_rows(cut).own() if own else step.cut_rows(cut)
+
+        def whole(index: int) -> Callable[[Step, bool], Any]:
+            return lambda step, own: step.output(index).clone() if own and clone_whole else step.output(index)
+
+        def staged(column: str, shape: Sequence[int]) -> Callable[[Step, bool], Any]:
+            return lambda step, own: step.staged(column, shape).to(device)
+
+        for leaf in trace.out_leaves:
+            if isinstance(leaf, Constant):
+                plan.append(constant(leaf.value))
+            elif (cut := outputs.cuts.get(leaf)) is not None:
+                plan.append(rows(cut))
+            elif leaf in outputs.keep:
+                plan.append(whole(outputs.keep.index(leaf)))
+            else:
+                mark = prepared.marks[prepared.staged_outputs[leaf]]
+                plan.append(staged(column_of[mark.staged], val(mark.staged).shape))
+
+        def make_result(step: Step, own: bool) -> Any:
+            return trace.unflatten([make(step, own) for make in plan])
+
+        return make_result
+
+
+def _place(outputs: _Outputs, regions: Sequence[Region]) -> _Outputs:
+    """The same with regions where the copy slots have them, and outputs counted as the graph returns them."""
+
+    def place(cut: Cut) -> Cut:
+        output = outputs.keep.index(cut.output) if cut.output in outputs.keep else -1
+        return replace(cut, output=output, region=None if cut.region is None else regions[cut.region.index])
+
+    return replace(
+        outputs,
+        names={name: place(cut) for name, cut in outputs.names.items()},
+        cuts={output: place(cut) for output, cut in outputs.cuts.items()},
+        copied=[(place(cut), source) for cut, source in outputs.copied],
+    )
+
+
+def run(trace: Trace, gm: fx.GraphModule, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Run the graph under the modes of its trace."""
+    device_type, autocast, _ = trace.autocast
+    if (
+        torch.is_grad_enabled()
+        or torch.is_inference_mode_enabled() is not trace.inference
+        or autocast
+        or torch.is_autocast_enabled(device_type)
+    ):
+        with trace.context():
+            return gm.forward(*leaves)  # type: ignore[no-any-return]
+    return gm.forward(*leaves)  # type: ignore[no-any-return]
+
+
+@dataclass
+class _Runner:
+    """Runs one instance's graph on its own inputs."""
+
+    trace: Trace
+    instance: Instance
+
+    def __call__(self) -> Sequence[Tensor]:
+        return run(self.trace, self.instance.gm, self.instance.inputs)
+
+
+@dataclass
+class _Uncaptured:
+    """Stands in for the graph of a forward that cannot be captured: a replay runs it, into static outputs."""
+
+    backend: Backend
+    run: _Runner
+    outputs: Sequence[Tensor]
+
+    def replay(self) -> None:
+        self.backend.enqueue(self._step)
+
+    def _step(self) -> None:
+        for static, fresh in zip(self.outputs, self.run(), strict=True):
+            if static.shape != fresh.shape:
+                raise TraceError(
+                    f"an output has shape {list(fresh.shape)}, and had {list(static.shape)} at the trace: its shape"
+                    " depends on values. Pad it, and declare its extent as a span."
+                )
+            static.copy_(fresh)
+
+
+def _say_what_is_whole(trace: Trace, prepared: Prepared) -> None:
+    """An opaque trace knows aliases, not derivations: name the outputs for which that leaves a question."""
+    cut = {plan.output for plan in prepared.cuts}
+    spans = {mark.spans for mark in prepared.marks}
+    whole = [
+        name or str(i)
+        for i, (name, node) in enumerate(zip(trace.leaf_names, prepared.results, strict=False))
+        if i not in cut and node not in spans and val(node).ndim > 0
+    ]
+    if whole:
+        trace.diagnostics.append(
+            Diagnostic(
+                "SG203",
+                f"outputs {whole} are not all the elements of a spanned value; they are delivered whole, as an opaque"
+                " trace cannot tell how they derive from one.",
+                fix="declare them, with spans of their own.",
+                severity="warning",
+            )
+        )
