@@ -1,0 +1,466 @@
+"""The ring protocol as three small models, and an explicit-state search over all their interleavings.
+
+`search` visits every state that host, device and readers can reach together, breadth first, so that what it finds
+wrong comes with a shortest trace. In every state it asks for safety (the models' moves end in a message where the
+protocol is violated), and at the end for liveness: from each state the proper end can be reached, where all steps are
+over and all slots are free. The whole product is too large, so there are three models, each searched exhaustively:
+
+* `Staging`: slots, control records, cursor, headers, quarantine, drops, aborts: what `spangraph.ring` does.
+* `Lease`: copy slots that a step leases until its release, and consumers on other streams that read on after it.
+* `HoldBack`: a copy ring that is too small, so that a step may leave its rows in its graph's static output.
+
+The last two take from the first that a launch finds its own record and its own staging slot.
+
+What is atomic, and why:
+
+* The ring's lock is held from a launch's reservation to its event, and for a read. So a launch and a read exclude each
+  other, and only the device interleaves with their parts. That an event is recorded after its replay is hidden by it.
+* The host writes a control record's words, then its generation; the device reads the generation, then the words. Both
+  are two actions here. It is enough that the generation is written last: a record is only ever rewritten when the
+  launch that it was for is done, and whoever sees the new generation sees the new words.
+* A slot has two words besides its header, which land in any order; with the release, the header lands after both. The
+  cursor is seen by the device alone, in order, so it moves together with the header.
+* A wait ends when the event is done or, for a polling reader, once the header has landed; both never become untrue, so
+  that a reader looks at them once, under the lock, is no loss. A slow reader is one that is not scheduled.
+* Slots that differ only in their number are one state (`canonical`), as the free list goes by position, never by
+  number. Words that nobody can take for his own, generations at or below the cursor in records (the cursor never goes
+  back) and steps that are over are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+Move = tuple[str, Any]  # what happens, and the state after it or, as a string, what is wrong with it
+
+
+class Model(Protocol):
+    """A protocol: where it starts, what can happen, and when it is over."""
+
+    def start(self) -> Any: ...
+    def moves(self, state: Any) -> Iterator[Move]: ...
+    def canonical(self, state: Any) -> Any: ...
+    def is_end(self, state: Any) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a search found: how many states there are, or what is wrong and the shortest way there."""
+
+    num_states: int
+    violation: str = ""
+    trace: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        steps = "".join(f"\n  {i + 1:2}. {label}" for i, label in enumerate(self.trace))
+        return f"{self.num_states} states; {self.violation or 'no violation'}{steps}"
+
+
+def search(model: Model) -> Result:
+    """All reachable states, breadth first; stops at the first violation."""
+    start = model.canonical(model.start())
+    index, states = {start: 0}, [start]
+    reached: list[tuple[int, str]] = [(0, "")]  # from which state, and how
+    before: list[list[int]] = [[]]
+    ends: list[int] = []
+
+    def trace(at: int, *last: str) -> tuple[str, ...]:
+        labels = list(last)
+        while at:
+            at, label = reached[at]
+            labels.insert(0, label)
+        return tuple(labels)
+
+    for at, state in enumerate(states):  # grows meanwhile
+        if model.is_end(state):
+            ends.append(at)
+        for label, after in model.moves(state):
+            if isinstance(after, str):
+                return Result(len(states), after, trace(at, label))
+            after = model.canonical(after)
+            found = index.setdefault(after, len(states))
+            if found == len(states):
+                states.append(after)
+                reached.append((at, label))
+                before.append([])
+            before[found].append(at)
+    alive = set(ends)
+    while ends:
+        new = {at for at in before[ends.pop()] if at not in alive}
+        alive |= new
+        ends += new
+    for at in range(len(states)):
+        if at not in alive:
+            return Result(
+                len(states), "from here on, some step can never be read or some slot never be freed", trace(at)
+            )
+    return Result(len(states))
+
+
+# ---- the staging ring ----------------------------------------------------------------------------------------------
+
+OPEN, LEASED, DYING, OVER = "open", "leased", "dying", "over"
+IDLE, RECORDING, RECORDED, ABORTING, SYNCING = range(5)
+_NO_WORDS = (0, 0, 0)
+_NO_RECORD = (0, -1, -1)
+
+
+class Step(NamedTuple):
+    """One launch. It is known by its place in `State.steps`, from 1 on, as generations are used again after an abort."""
+
+    status: str
+    generation: int
+    slot: int
+    graph: int
+    is_excused: bool  # may end in an error
+
+
+_OVER = Step(OVER, 0, -1, -1, False)
+
+
+class State(NamedTuple):
+    """Everything that host, device and reader know."""
+
+    free: tuple[int, ...]
+    records: tuple[tuple[int, int, int], ...]  # generation, slot, graph
+    slots: tuple[tuple[int, int, int], ...]  # two words, which hold a step's number, and the header
+    faults: int
+    next: int = 1
+    done: int = 0
+    host: int = IDLE
+    steps: tuple[Step, ...] = ()
+    dying: tuple[int, ...] = ()
+    quarantine: tuple[tuple[int, int], ...] = ()  # slot, generation
+    queue: tuple[
+        tuple[int, int, bool, int], ...
+    ] = ()  # step or 0, graph, staging node?, what to set the cursor to or -1
+    device: tuple[int, ...] = ()  # of the replay at the queue's head: generation, slot, what has landed
+    cursor: int = 0
+    reader: tuple[int, ...] = ()  # step, next word, slot; holds the lock
+    in_doubt: bool = False
+    is_behind: bool = False  # the cursor, by a replay without its staging node
+
+
+@dataclass(frozen=True)
+class Staging:
+    """The ring of `depth`, under `num_steps` launches and `faults` faults, injected anywhere.
+
+    Args:
+        shared: one graph for all launches, whose steps end when they are read; otherwise `depth` graphs in turn,
+            each leased by its step until the release.
+        without: what is left out of the protocol; see the tests.
+        num_records: control records, by default as many as slots.
+        settle_always: set the cursor before each replay, not only after a failure: what the ring does not do.
+        injected: the kinds of fault.
+    """
+
+    depth: int
+    num_steps: int = 6
+    faults: int = 1
+    shared: bool = False
+    without: str = ""
+    num_records: int = 0
+    settle_always: bool = False
+    injected: tuple[str, ...] = ("raise", "raise late", "lose staging", "fail wait", "drop", "dry run")
+
+    @property
+    def num_slots(self) -> int:
+        return self.depth + 2
+
+    def start(self) -> State:
+        free = tuple(range(self.num_slots))
+        records = (_NO_RECORD,) * (self.num_records or self.num_slots)
+        return State(free, records, (_NO_WORDS,) * self.num_slots, self.faults)
+
+    def canonical(self, state: State) -> State:
+        steps = state.steps
+        owners = {(step.slot, i) for i, step in enumerate(steps, 1) if step.status == OPEN}
+        if state.reader:
+            owners.add((state.reader[2], state.reader[0]))
+        held = [step.slot for step in steps if step.slot >= 0]
+        held += state.reader[2:]
+        new = {slot: i for i, slot in enumerate(dict.fromkeys([*state.free, *held, *(q[0] for q in state.quarantine)]))}
+        new[-1] = -1
+        slots = [_NO_WORDS] * len(state.slots)
+        for slot in held:
+            first, second, header = state.slots[slot]
+            first = first if (slot, first) in owners else 0
+            second = second if (slot, second) in owners else 0
+            slots[new[slot]] = (first, second, header)
+        records = [(r[0], new[r[1]], r[2]) if r[0] > state.cursor else _NO_RECORD for r in state.records]
+        if state.host == RECORDING:  # half of it is in use already
+            at = (steps[-1].generation - 1) % len(records)
+            n, slot, graph = state.records[at]
+            records[at] = (n if n > state.cursor else 0, new[slot], graph)
+        return state._replace(
+            free=tuple([new[slot] for slot in state.free]),
+            records=tuple(records),
+            slots=tuple(slots),
+            steps=tuple([step._replace(slot=new[step.slot]) if step.slot >= 0 else step for step in steps]),
+            quarantine=tuple([(new[slot], n) for slot, n in state.quarantine]),
+            device=state.device and (state.device[0], new[state.device[1]], *state.device[2:]),
+            reader=state.reader and (*state.reader[:2], new[state.reader[2]]),
+        )
+
+    def is_end(self, state: State) -> bool:
+        if len(state.steps) < self.num_steps or state.queue or state.host or state.reader:
+            return False
+        if any(step.status in (OPEN, LEASED) for step in state.steps):
+            return False
+        state = self._reap(state)
+        if state.quarantine:
+            state = self._rebase(state)
+        return sorted(state.free) == list(range(self.num_slots))
+
+    def moves(self, state: State) -> Iterator[Move]:
+        if state.queue:
+            yield from self._device(state)
+        if state.reader:
+            yield from self._copy(state)
+        if not state.reader or self.without in ("lock", "copy before free"):
+            yield from self._launch(state) if state.host else self._choose(state)
+
+    # ---- the device: replays in order, one at a time -------------------------------------------------------------
+
+    def _device(self, state: State) -> Iterator[Move]:
+        number, graph, has_node, settle = state.queue[0]
+        name = f"replay of step {number}" if number else "dry run"
+        if settle >= 0:
+            yield f"device: cursor set to {settle}", state._replace(cursor=settle, queue=state.queue[1:])
+            return
+        done = state._replace(queue=state.queue[1:], device=())
+        if not has_node:
+            yield f"device: {name} done, without its staging node", done
+            return
+        if not state.device:
+            n, _, _ = state.records[state.cursor % len(state.records)]
+            if n != state.cursor + 1:
+                yield f"device: {name} finds no record, done", done
+            else:
+                yield f"device: {name} reads generation {n}", state._replace(device=(n, -1, 0))
+            return
+        n, slot, landed = state.device
+        if slot < 0:
+            _, slot, owner = state.records[state.cursor % len(state.records)]
+            if owner != graph:
+                yield f"device: {name} finds a record of graph {owner}, done", done
+            else:
+                yield f"device: {name} takes slot {slot}", state._replace(device=(n, slot, 0))
+            return
+        if landed == 7:
+            yield f"device: {name} done", done
+        holder = next((q[1] for q in state.quarantine if q[0] == slot), 0)
+        holder = next((step.generation for step in state.steps if step.slot == slot), holder)
+        for bit, what in ((1, "first word"), (2, "second word"), (4, "header")):
+            if landed & bit or (bit == 4 and landed != 3 and self.without != "release"):
+                continue
+            label = f"device: {what} of the {name} lands in slot {slot}"
+            if holder != n:
+                yield (
+                    label,
+                    f"generation {n} is written to slot {slot}, which "
+                    + (f"belongs to generation {holder}" if holder else "is free"),
+                )
+            words = list(state.slots[slot])
+            words[bit // 2] = n if bit == 4 else number
+            slots = (*state.slots[:slot], tuple(words), *state.slots[slot + 1 :])
+            cursor = n if bit == 4 else state.cursor
+            yield label, state._replace(slots=slots, cursor=cursor, device=(n, slot, landed | bit))
+
+    # ---- launches --------------------------------------------------------------------------------------------------
+
+    def _choose(self, state: State) -> Iterator[Move]:
+        for i, step in enumerate(state.steps, 1):
+            if step.status == LEASED:
+                yield f"step {i} is released", state._replace(steps=_put(state.steps, i, _OVER))
+            elif step.status == OPEN:
+                if not state.reader:
+                    yield from self._read(state, i, step)
+                if state.faults and "drop" in self.injected:
+                    gone = step._replace(status=DYING, graph=-1, is_excused=True)
+                    yield (
+                        f"FAULT: step {i} is dropped unread",
+                        self._hit(state, steps=_put(state.steps, i, gone), dying=(*state.dying, i)),
+                    )
+                if state.faults and "fail wait" in self.injected:
+                    yield f"FAULT: the wait for step {i} raises", self._fail(self._hit(state), i)
+        if state.faults and "dry run" in self.injected:
+            graph = self._free_graph(state)
+            yield (
+                "FAULT: a replay that nobody reserved",
+                self._hit(
+                    state,
+                    queue=(*state.queue, (0, max(graph, 0), True, -1)),
+                    host=IDLE if self.without == "synchronize" else SYNCING,
+                ),
+            )
+        if len(state.steps) < self.num_steps:
+            yield from self._reserve(self._reap(state))
+
+    def _hit(self, state: State, **changes: Any) -> State:
+        return state._replace(faults=state.faults - 1, **changes)
+
+    def _free_graph(self, state: State) -> int:
+        if self.shared:
+            return 0
+        taken = {step.graph for step in state.steps}
+        return next((graph for graph in range(self.depth) if graph not in taken), -1)
+
+    def _reserve(self, state: State) -> Iterator[Move]:
+        number, n = len(state.steps) + 1, state.next
+        graph = self._free_graph(state)
+        if graph < 0 or sum(step.status in (OPEN, LEASED) for step in state.steps) >= self.depth:
+            return
+        free = state.free
+        if self.without == "reservation":
+            slot = (n - 1) % self.num_slots
+            free = tuple(other for other in free if other != slot)
+        elif free:
+            slot, free = free[0], free[1:]
+        elif not state.quarantine or state.queue:
+            return
+        else:
+            yield "host: drains and re-bases, for want of a slot", self._rebase(state)
+            return
+        at = (n - 1) % len(state.records)
+        records = _put(state.records, at + 1, (state.records[at][0], slot, graph))
+        queue, is_behind = state.queue, state.is_behind
+        if state.in_doubt or self.settle_always:
+            queue, is_behind = (*queue, (0, -1, False, n - 1)), False
+        step = Step(OPEN, n, slot, graph, is_behind)
+        yield (
+            f"host: takes slot {slot} for step {number}, writes the words of record {at}",
+            state._replace(
+                free=free,
+                records=records,
+                steps=(*state.steps, step),
+                host=RECORDING,
+                next=n + 1,
+                queue=queue,
+                in_doubt=False,
+                is_behind=is_behind,
+            ),
+        )
+
+    def _launch(self, state: State) -> Iterator[Move]:
+        number = len(state.steps)
+        if state.host == RECORDING:
+            step = state.steps[-1]
+            at = (step.generation - 1) % len(state.records)
+            records = _put(state.records, at + 1, (step.generation, *state.records[at][1:]))
+            yield f"host: writes generation {step.generation}", state._replace(records=records, host=RECORDED)
+        elif state.host == RECORDED:
+            step = state.steps[-1]
+            replay = (number, step.graph, True, -1)
+            sent = state._replace(queue=(*state.queue, replay), host=IDLE)
+            yield f"host: enqueues the replay of step {number}", sent
+            excused = _put(state.steps, number, step._replace(is_excused=True))
+            if state.faults and "lose staging" in self.injected:
+                queue = (*state.queue, (number, step.graph, False, -1))
+                yield (
+                    f"FAULT: step {number} is replayed without its staging node",
+                    self._hit(state, queue=queue, host=IDLE, steps=excused, is_behind=True),
+                )
+            if state.faults and "raise" in self.injected:
+                yield f"FAULT: the replay of step {number} raises", self._hit(state, steps=excused, host=ABORTING)
+            if state.faults and "raise late" in self.injected:
+                yield (
+                    f"FAULT: the block of step {number} raises after its replay",
+                    self._hit(sent, steps=excused, host=ABORTING),
+                )
+        elif not state.queue and state.host == ABORTING:
+            yield (
+                f"host: aborts step {number}: drains and re-bases",
+                self._rebase(self._fail(state._replace(host=IDLE), number)),
+            )
+        elif not state.queue:
+            yield "host: synchronised", state._replace(host=IDLE)
+
+    def _rebase(self, state: State) -> Any:
+        staged = state.cursor
+        live = [i for i, step in enumerate(state.steps, 1) if step.status == OPEN]
+        for i in (*live, *state.dying):
+            if state.steps[i - 1].generation > staged:
+                if not state.steps[i - 1].is_excused:
+                    return f"step {i} was launched rightly, and is given up in a re-base"
+                state = self._fail(state, i)
+        records = tuple([_NO_RECORD if record[0] > staged else record for record in state.records])
+        free = (*state.free, *(slot for slot, _ in state.quarantine))
+        return state._replace(
+            next=staged + 1, done=staged, free=free, quarantine=(), records=records, in_doubt=False, is_behind=False
+        )
+
+    def _reap(self, state: State) -> State:
+        for i in state.dying:
+            if _is_done(state, i):
+                step = state.steps[i - 1]
+                state = state._replace(
+                    dying=tuple(other for other in state.dying if other != i),
+                    free=(*state.free, step.slot),
+                    done=max(state.done, step.generation),
+                    in_doubt=state.in_doubt or state.slots[step.slot][2] != step.generation,
+                    steps=_put(state.steps, i, _OVER),
+                )
+        if state.quarantine:
+            back = [slot for slot, n in state.quarantine if n <= state.done]
+            state = state._replace(
+                free=(*state.free, *back), quarantine=tuple(q for q in state.quarantine if q[1] > state.done)
+            )
+        return state
+
+    def _fail(self, state: State, i: int) -> State:
+        step = state.steps[i - 1]
+        state = state._replace(
+            dying=tuple(other for other in state.dying if other != i),
+            steps=_put(state.steps, i, _OVER),
+            in_doubt=True,
+        )
+        if self.without == "quarantine":
+            return state._replace(free=(*state.free, step.slot))
+        return state._replace(quarantine=(*state.quarantine, (step.slot, step.generation)))
+
+    # ---- readers -----------------------------------------------------------------------------------------------------
+
+    def _read(self, state: State, i: int, step: Step) -> Iterator[Move]:
+        header = state.slots[step.slot][2]
+        if header != step.generation and not _is_done(state, i):
+            return
+        if header != step.generation and self.without != "header check":
+            label = f"reader: step {i} is done, but its header is {header}: StagingError"
+            yield label, self._fail(state, i) if step.is_excused else f"step {i} was launched rightly, and fails"
+            return
+        after = state._replace(reader=(i, 0, step.slot))
+        label = f"reader: step {i} is there, in slot {step.slot}"
+        yield label, self._free(after, i) if self.without == "copy before free" else after
+
+    def _copy(self, state: State) -> Iterator[Move]:
+        i, word, slot = state.reader
+        label = f"reader: copies word {word + 1} of step {i}"
+        if (found := state.slots[slot][word]) != i:
+            yield label, f"the reader of step {i} gets words of " + (f"step {found}" if found else "another launch")
+        elif not word:
+            yield label, state._replace(reader=(i, 1, slot))
+        else:
+            state = state._replace(reader=())
+            yield label, self._free(state, i) if state.steps[i - 1].status == OPEN else state
+
+    def _free(self, state: State, i: int) -> State:
+        step = state.steps[i - 1]
+        return state._replace(
+            steps=_put(state.steps, i, _OVER if self.shared else Step(LEASED, 0, -1, step.graph, False)),
+            free=(*state.free, step.slot),
+            done=max(state.done, step.generation),
+        )
+
+
+def _put(items: tuple[Any, ...], number: int, item: Any) -> tuple[Any, ...]:
+    return (*items[: number - 1], item, *items[number:])
+
+
+def _is_done(state: State, i: int) -> bool:
+    """Whether the event of step `i` is."""
+    return all(item[0] != i for item in state.queue) and not (
+        state.host in (RECORDING, RECORDED) and i == len(state.steps)
+    )
