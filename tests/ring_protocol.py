@@ -62,28 +62,31 @@ def search(model: Model) -> Result:
     """All reachable states, breadth first; stops at the first violation."""
     start = model.canonical(model.start())
     index, states = {start: 0}, [start]
-    reached: list[tuple[int, str]] = [(0, "")]  # from which state, and how
-    before: list[list[int]] = [[]]
+    before: list[list[int]] = [[]]  # from where each was reached, the shortest way first
     ends: list[int] = []
 
-    def trace(at: int, *last: str) -> tuple[str, ...]:
-        labels = list(last)
+    def trace(at: int, *, is_wrong: bool = False) -> tuple[str, ...]:
+        path = []
         while at:
-            at, label = reached[at]
-            labels.insert(0, label)
-        return tuple(labels)
+            path.insert(0, at)
+            at = before[at][0]
+        labels, state = [], model.start()
+        for at in path:  # again, under the names of the start
+            label, state = next(move for move in model.moves(state) if model.canonical(move[1]) == states[at])
+            labels.append(label)
+        wrong = [label for label, after in model.moves(state) if isinstance(after, str)]
+        return (*labels, *(wrong[:1] if is_wrong else ()))
 
     for at, state in enumerate(states):  # grows meanwhile
         if model.is_end(state):
             ends.append(at)
         for label, after in model.moves(state):
             if isinstance(after, str):
-                return Result(len(states), after, trace(at, label))
+                return Result(len(states), after, trace(at, is_wrong=True))
             after = model.canonical(after)
             found = index.setdefault(after, len(states))
             if found == len(states):
                 states.append(after)
-                reached.append((at, label))
                 before.append([])
             before[found].append(at)
     alive = set(ends)
@@ -101,7 +104,7 @@ def search(model: Model) -> Result:
 
 # ---- the staging ring ----------------------------------------------------------------------------------------------
 
-OPEN, LEASED, DYING, OVER = "open", "leased", "dying", "over"
+OPEN, DYING, OVER = "open", "dying", "over"
 IDLE, RECORDING, RECORDED, ABORTING, SYNCING = range(5)
 _NO_WORDS = (0, 0, 0)
 _NO_RECORD = (0, -1, -1)
@@ -131,6 +134,7 @@ class State(NamedTuple):
     done: int = 0
     host: int = IDLE
     steps: tuple[Step, ...] = ()
+    leases: tuple[int, ...] = ()  # graphs of steps that were read and are not released
     dying: tuple[int, ...] = ()
     quarantine: tuple[tuple[int, int], ...] = ()  # slot, generation
     queue: tuple[
@@ -175,39 +179,46 @@ class Staging:
         return State(free, records, (_NO_WORDS,) * self.num_slots, self.faults)
 
     def canonical(self, state: State) -> State:
-        steps = state.steps
-        owners = {(step.slot, i) for i, step in enumerate(steps, 1) if step.status == OPEN}
-        if state.reader:
-            owners.add((state.reader[2], state.reader[0]))
-        held = [step.slot for step in steps if step.slot >= 0]
-        held += state.reader[2:]
-        new = {slot: i for i, slot in enumerate(dict.fromkeys([*state.free, *held, *(q[0] for q in state.quarantine)]))}
-        new[-1] = -1
+        steps, cursor, reader, device = state.steps, state.cursor, state.reader, state.device
+        open_steps = [step for step in steps if step.slot >= 0]
+        held = [step.slot for step in open_steps]
+        if reader:
+            held.append(reader[2])
+        slot_of = {-1: -1}
+        for slot in (*held, *state.free, *[slot for slot, _ in state.quarantine]):
+            slot_of.setdefault(slot, len(slot_of) - 1)
+        records = [record if record[0] > cursor else _NO_RECORD for record in state.records]
+        if state.host == RECORDING:  # half of it is in use already
+            at = (state.next - 2) % len(records)
+            n, slot, graph = state.records[at]
+            records[at] = (n if n > cursor else 0, slot, graph)
+        graph_of = {-1: -1}
+        graphs = [step.graph for step in open_steps] + [item[1] for item in state.queue] + [r[2] for r in records]
+        for graph in (*graphs, *state.leases):
+            graph_of.setdefault(graph, len(graph_of) - 1)
         slots = [_NO_WORDS] * len(state.slots)
         for slot in held:
             first, second, header = state.slots[slot]
-            first = first if (slot, first) in owners else 0
-            second = second if (slot, second) in owners else 0
-            slots[new[slot]] = (first, second, header)
-        records = [(r[0], new[r[1]], r[2]) if r[0] > state.cursor else _NO_RECORD for r in state.records]
-        if state.host == RECORDING:  # half of it is in use already
-            at = (steps[-1].generation - 1) % len(records)
-            n, slot, graph = state.records[at]
-            records[at] = (n if n > state.cursor else 0, new[slot], graph)
+            owners = [i for i, step in enumerate(steps, 1) if step.slot == slot and step.status == OPEN]
+            if reader and reader[2] == slot:
+                owners.append(reader[0])
+            slots[slot_of[slot]] = (first if first in owners else 0, second if second in owners else 0, header)
         return state._replace(
-            free=tuple([new[slot] for slot in state.free]),
-            records=tuple(records),
+            free=tuple([slot_of[slot] for slot in state.free]),
+            records=tuple([(n, slot_of[slot], graph_of[graph]) for n, slot, graph in records]),
             slots=tuple(slots),
-            steps=tuple([step._replace(slot=new[step.slot]) if step.slot >= 0 else step for step in steps]),
-            quarantine=tuple([(new[slot], n) for slot, n in state.quarantine]),
-            device=state.device and (state.device[0], new[state.device[1]], *state.device[2:]),
-            reader=state.reader and (*state.reader[:2], new[state.reader[2]]),
+            leases=tuple(sorted([graph_of[graph] for graph in state.leases])),
+            steps=tuple([Step(s[0], s[1], slot_of[s[2]], graph_of[s[3]], s[4]) if s[2] >= 0 else _OVER for s in steps]),
+            quarantine=tuple([(slot_of[slot], n) for slot, n in state.quarantine]),
+            queue=tuple([(number, graph_of[graph], *rest) for number, graph, *rest in state.queue]),
+            device=device and (device[0], slot_of[device[1]], device[2]),
+            reader=reader and (reader[0], reader[1], slot_of[reader[2]]),
         )
 
     def is_end(self, state: State) -> bool:
         if len(state.steps) < self.num_steps or state.queue or state.host or state.reader:
             return False
-        if any(step.status in (OPEN, LEASED) for step in state.steps):
+        if state.leases or any(step.status == OPEN for step in state.steps):
             return False
         state = self._reap(state)
         if state.quarantine:
@@ -272,10 +283,11 @@ class Staging:
     # ---- launches --------------------------------------------------------------------------------------------------
 
     def _choose(self, state: State) -> Iterator[Move]:
+        for graph in state.leases:
+            leases = tuple([other for other in state.leases if other != graph])
+            yield f"the step that leases graph {graph} is released", state._replace(leases=leases)
         for i, step in enumerate(state.steps, 1):
-            if step.status == LEASED:
-                yield f"step {i} is released", state._replace(steps=_put(state.steps, i, _OVER))
-            elif step.status == OPEN:
+            if step.status == OPEN:
                 if not state.reader:
                     yield from self._read(state, i, step)
                 if state.faults and "drop" in self.injected:
@@ -287,31 +299,28 @@ class Staging:
                 if state.faults and "fail wait" in self.injected:
                     yield f"FAULT: the wait for step {i} raises", self._fail(self._hit(state), i)
         if state.faults and "dry run" in self.injected:
-            graph = self._free_graph(state)
-            yield (
-                "FAULT: a replay that nobody reserved",
-                self._hit(
-                    state,
-                    queue=(*state.queue, (0, max(graph, 0), True, -1)),
-                    host=IDLE if self.without == "synchronize" else SYNCING,
-                ),
-            )
+            host = IDLE if self.without == "synchronize" else SYNCING
+            for graph in self._free_graphs(state):
+                dry = self._hit(state, queue=(*state.queue, (0, graph, True, -1)), host=host)
+                yield f"FAULT: a replay of graph {graph} that nobody reserved", dry
         if len(state.steps) < self.num_steps:
             yield from self._reserve(self._reap(state))
 
     def _hit(self, state: State, **changes: Any) -> State:
         return state._replace(faults=state.faults - 1, **changes)
 
-    def _free_graph(self, state: State) -> int:
+    def _free_graphs(self, state: State) -> list[int]:
+        """Free graphs: all that a record or replay names, and one of the others."""
         if self.shared:
-            return 0
-        taken = {step.graph for step in state.steps}
-        return next((graph for graph in range(self.depth) if graph not in taken), -1)
+            return [0]
+        taken = {step.graph for step in state.steps} | set(state.leases)
+        named = {item[1] for item in state.queue} | {record[2] for record in state.records}
+        fresh = [graph for graph in range(2 * self.depth + 2) if graph not in taken | named]
+        return sorted(named - taken - {-1}) + fresh[:1]
 
     def _reserve(self, state: State) -> Iterator[Move]:
         number, n = len(state.steps) + 1, state.next
-        graph = self._free_graph(state)
-        if graph < 0 or sum(step.status in (OPEN, LEASED) for step in state.steps) >= self.depth:
+        if sum(step.status == OPEN for step in state.steps) + len(state.leases) >= self.depth:
             return
         free = state.free
         if self.without == "reservation":
@@ -319,30 +328,26 @@ class Staging:
             free = tuple(other for other in free if other != slot)
         elif free:
             slot, free = free[0], free[1:]
-        elif not state.quarantine or state.queue:
-            return
         else:
-            yield "host: drains and re-bases, for want of a slot", self._rebase(state)
+            if state.quarantine and not state.queue:
+                yield "host: drains and re-bases, for want of a slot", self._rebase(state)
             return
         at = (n - 1) % len(state.records)
-        records = _put(state.records, at + 1, (state.records[at][0], slot, graph))
         queue, is_behind = state.queue, state.is_behind
         if state.in_doubt or self.settle_always:
             queue, is_behind = (*queue, (0, -1, False, n - 1)), False
-        step = Step(OPEN, n, slot, graph, is_behind)
-        yield (
-            f"host: takes slot {slot} for step {number}, writes the words of record {at}",
-            state._replace(
+        for graph in self._free_graphs(state):
+            after = state._replace(
                 free=free,
-                records=records,
-                steps=(*state.steps, step),
+                records=_put(state.records, at + 1, (state.records[at][0], slot, graph)),
+                steps=(*state.steps, Step(OPEN, n, slot, graph, is_behind)),
                 host=RECORDING,
                 next=n + 1,
                 queue=queue,
                 in_doubt=False,
                 is_behind=is_behind,
-            ),
-        )
+            )
+            yield f"host: step {number} of graph {graph} takes slot {slot}, the words of record {at} are written", after
 
     def _launch(self, state: State) -> Iterator[Move]:
         number = len(state.steps)
@@ -449,7 +454,8 @@ class Staging:
     def _free(self, state: State, i: int) -> State:
         step = state.steps[i - 1]
         return state._replace(
-            steps=_put(state.steps, i, _OVER if self.shared else Step(LEASED, 0, -1, step.graph, False)),
+            steps=_put(state.steps, i, _OVER),
+            leases=state.leases if self.shared else (*state.leases, step.graph),
             free=(*state.free, step.slot),
             done=max(state.done, step.generation),
         )
