@@ -72,7 +72,9 @@ def search(model: Model) -> Result:
             at = before[at][0]
         labels, state = [], model.start()
         for at in path:  # again, under the names of the start
-            label, state = next(move for move in model.moves(state) if model.canonical(move[1]) == states[at])
+            label, state = next(
+                m for m in model.moves(state) if m[1] != str(m[1]) and model.canonical(m[1]) == states[at]
+            )
             labels.append(label)
         wrong = [label for label, after in model.moves(state) if isinstance(after, str)]
         return (*labels, *(wrong[:1] if is_wrong else ()))
@@ -133,6 +135,7 @@ class State(NamedTuple):
     next: int = 1
     done: int = 0
     host: int = IDLE
+    launched: int = 0
     steps: tuple[Step, ...] = ()
     leases: tuple[int, ...] = ()  # graphs of steps that were read and are not released
     dying: tuple[int, ...] = ()
@@ -179,7 +182,12 @@ class Staging:
         return State(free, records, (_NO_WORDS,) * self.num_slots, self.faults)
 
     def canonical(self, state: State) -> State:
-        steps, cursor, reader, device = state.steps, state.cursor, state.reader, state.device
+        cursor, reader, device = state.cursor, state.reader, state.device
+        named = {item[0] for item in state.queue} | set(reader[:1])
+        named |= {i for i, step in enumerate(state.steps, 1) if step.slot >= 0}
+        number = {i: at for at, i in enumerate(sorted(named - {0}), 1)}
+        number[0] = 0
+        steps = [state.steps[i - 1] for i in sorted(named - {0})]
         open_steps = [step for step in steps if step.slot >= 0]
         held = [step.slot for step in open_steps]
         if reader:
@@ -199,9 +207,10 @@ class Staging:
         slots = [_NO_WORDS] * len(state.slots)
         for slot in held:
             first, second, header = state.slots[slot]
+            first, second = number.get(first, 0), number.get(second, 0)
             owners = [i for i, step in enumerate(steps, 1) if step.slot == slot and step.status == OPEN]
             if reader and reader[2] == slot:
-                owners.append(reader[0])
+                owners.append(number[reader[0]])
             slots[slot_of[slot]] = (first if first in owners else 0, second if second in owners else 0, header)
         return state._replace(
             free=tuple([slot_of[slot] for slot in state.free]),
@@ -210,13 +219,14 @@ class Staging:
             leases=tuple(sorted([graph_of[graph] for graph in state.leases])),
             steps=tuple([Step(s[0], s[1], slot_of[s[2]], graph_of[s[3]], s[4]) if s[2] >= 0 else _OVER for s in steps]),
             quarantine=tuple([(slot_of[slot], n) for slot, n in state.quarantine]),
-            queue=tuple([(number, graph_of[graph], *rest) for number, graph, *rest in state.queue]),
+            queue=tuple([(number[i], graph_of[graph], *rest) for i, graph, *rest in state.queue]),
+            dying=tuple([number[i] for i in state.dying]),
             device=device and (device[0], slot_of[device[1]], device[2]),
-            reader=reader and (reader[0], reader[1], slot_of[reader[2]]),
+            reader=reader and (number[reader[0]], reader[1], slot_of[reader[2]]),
         )
 
     def is_end(self, state: State) -> bool:
-        if len(state.steps) < self.num_steps or state.queue or state.host or state.reader:
+        if state.launched < self.num_steps or state.queue or state.host or state.reader:
             return False
         if state.leases or any(step.status == OPEN for step in state.steps):
             return False
@@ -294,7 +304,7 @@ class Staging:
                     gone = step._replace(status=DYING, graph=-1, is_excused=True)
                     yield (
                         f"FAULT: step {i} is dropped unread",
-                        self._hit(state, steps=_put(state.steps, i, gone), dying=(*state.dying, i)),
+                        self._hit(state, steps=put(state.steps, i, gone), dying=(*state.dying, i)),
                     )
                 if state.faults and "fail wait" in self.injected:
                     yield f"FAULT: the wait for step {i} raises", self._fail(self._hit(state), i)
@@ -303,7 +313,7 @@ class Staging:
             for graph in self._free_graphs(state):
                 dry = self._hit(state, queue=(*state.queue, (0, graph, True, -1)), host=host)
                 yield f"FAULT: a replay of graph {graph} that nobody reserved", dry
-        if len(state.steps) < self.num_steps:
+        if state.launched < self.num_steps:
             yield from self._reserve(self._reap(state))
 
     def _hit(self, state: State, **changes: Any) -> State:
@@ -339,7 +349,8 @@ class Staging:
         for graph in self._free_graphs(state):
             after = state._replace(
                 free=free,
-                records=_put(state.records, at + 1, (state.records[at][0], slot, graph)),
+                records=put(state.records, at + 1, (state.records[at][0], slot, graph)),
+                launched=state.launched + 1,
                 steps=(*state.steps, Step(OPEN, n, slot, graph, is_behind)),
                 host=RECORDING,
                 next=n + 1,
@@ -354,14 +365,14 @@ class Staging:
         if state.host == RECORDING:
             step = state.steps[-1]
             at = (step.generation - 1) % len(state.records)
-            records = _put(state.records, at + 1, (step.generation, *state.records[at][1:]))
+            records = put(state.records, at + 1, (step.generation, *state.records[at][1:]))
             yield f"host: writes generation {step.generation}", state._replace(records=records, host=RECORDED)
         elif state.host == RECORDED:
             step = state.steps[-1]
             replay = (number, step.graph, True, -1)
             sent = state._replace(queue=(*state.queue, replay), host=IDLE)
             yield f"host: enqueues the replay of step {number}", sent
-            excused = _put(state.steps, number, step._replace(is_excused=True))
+            excused = put(state.steps, number, step._replace(is_excused=True))
             if state.faults and "lose staging" in self.injected:
                 queue = (*state.queue, (number, step.graph, False, -1))
                 yield (
@@ -406,7 +417,7 @@ class Staging:
                     free=(*state.free, step.slot),
                     done=max(state.done, step.generation),
                     in_doubt=state.in_doubt or state.slots[step.slot][2] != step.generation,
-                    steps=_put(state.steps, i, _OVER),
+                    steps=put(state.steps, i, _OVER),
                 )
         if state.quarantine:
             back = [slot for slot, n in state.quarantine if n <= state.done]
@@ -419,7 +430,7 @@ class Staging:
         step = state.steps[i - 1]
         state = state._replace(
             dying=tuple(other for other in state.dying if other != i),
-            steps=_put(state.steps, i, _OVER),
+            steps=put(state.steps, i, _OVER),
             in_doubt=True,
         )
         if self.without == "quarantine":
@@ -454,14 +465,15 @@ class Staging:
     def _free(self, state: State, i: int) -> State:
         step = state.steps[i - 1]
         return state._replace(
-            steps=_put(state.steps, i, _OVER),
+            steps=put(state.steps, i, _OVER),
             leases=state.leases if self.shared else (*state.leases, step.graph),
             free=(*state.free, step.slot),
             done=max(state.done, step.generation),
         )
 
 
-def _put(items: tuple[Any, ...], number: int, item: Any) -> tuple[Any, ...]:
+def put(items: tuple[Any, ...], number: int, item: Any) -> Any:
+    """`items` with `item` as number `number`, from 1 on."""
     return (*items[: number - 1], item, *items[number:])
 
 

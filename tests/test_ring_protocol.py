@@ -1,0 +1,65 @@
+"""The ring protocol, searched exhaustively: see `ring_protocol` for what is modelled and what a search checks."""
+
+import random
+import re
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from spangraph import StagingError
+from spangraph.backends import InlineBackend
+from spangraph.kernels.stage import CONTROL_WORDS, stage_ref
+from spangraph.ring import Launch, Layout, Ring, SlotBuffer
+from spangraph.stager import Tail
+
+from .ring_lifetimes import HoldBack, Lease
+from .ring_protocol import IDLE, OPEN, Model, Staging, State, search
+
+NO_LOST_STAGING = ("raise", "raise late", "fail wait", "drop", "dry run")
+
+# The rings that engines use: depth 1 (no overlap), 2 and 3. Six launches go round the 3 to 5 slots and records.
+HOLDS = [
+    *[Staging(depth) for depth in (1, 2, 3)],
+    *[Staging(depth, shared=True, injected=NO_LOST_STAGING) for depth in (1, 2, 3)],
+    Staging(2, shared=True, settle_always=True),
+    *[Lease(depth) for depth in (1, 2, 3)],
+    *[HoldBack(depth) for depth in (1, 2, 3)],
+    HoldBack(2, graphs=2),
+]
+
+# Each part of the protocol left out, at a depth where it is needed, and what then goes wrong.
+FAILS = [
+    (Staging(1, without="release"), "the reader of step 1 gets words of another launch"),
+    (Staging(2, without="reservation"), "belongs to generation|gets words of"),
+    (Staging(1, num_records=1), "no violation"),
+    (Staging(2, num_records=1), "step 1 was launched rightly, and fails"),
+    (Staging(2, without="header check"), "gets words of another launch"),
+    (Staging(1, without="quarantine"), "is written to slot"),
+    (Staging(1, without="copy before free"), "gets words of"),
+    (Staging(1, without="lock"), "gets words of"),
+    (Staging(1, without="synchronize"), "gets words of another launch"),
+    (Lease(1, without="release"), "step 1 gets rows of"),
+    (Lease(2, without="lease"), "its rows have changed before"),
+    (Lease(1, without="consumer wait"), "a consumer of step 1 reads rows of"),
+    (HoldBack(1, without="release"), "cut by the flag of an earlier step"),
+    (HoldBack(2, without="hold-back"), "step 1 gets rows of"),
+]
+
+
+@pytest.mark.parametrize("model", HOLDS, ids=str)
+def test_the_protocol_holds(model: Model, record_property: Callable[[str, object], None]) -> None:
+    result = search(model)
+    assert not result.violation, str(result)
+    record_property("counted", f"{result.num_states} states")
+
+
+@pytest.mark.parametrize(("model", "violation"), FAILS, ids=str)
+def test_no_part_can_be_left_out(model: Model, violation: str, record_property: Callable[[str, object], None]) -> None:
+    result = search(model)
+    print(result)
+    assert re.search(violation, result.violation), str(result)
+    assert len(result.trace) >= 3
+    record_property("counted", f"{result.violation}, after {len(result.trace)} actions ({result.num_states} states)")
