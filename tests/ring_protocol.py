@@ -29,6 +29,7 @@ What is atomic, and why:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -73,7 +74,7 @@ def search(model: Model) -> Result:
         labels, state = [], model.start()
         for at in path:  # again, under the names of the start
             label, state = next(
-                m for m in model.moves(state) if m[1] != str(m[1]) and model.canonical(m[1]) == states[at]
+                m for m in model.moves(state) if not isinstance(m[1], str) and model.canonical(m[1]) == states[at]
             )
             labels.append(label)
         wrong = [label for label, after in model.moves(state) if isinstance(after, str)]
@@ -82,7 +83,7 @@ def search(model: Model) -> Result:
     for at, state in enumerate(states):  # grows meanwhile
         if model.is_end(state):
             ends.append(at)
-        for label, after in model.moves(state):
+        for _, after in model.moves(state):
             if isinstance(after, str):
                 return Result(len(states), after, trace(at, is_wrong=True))
             after = model.canonical(after)
@@ -113,7 +114,7 @@ _NO_RECORD = (0, -1, -1)
 
 
 class Step(NamedTuple):
-    """One launch. It is known by its place in `State.steps`, from 1 on, as generations are used again after an abort."""
+    """One launch. It is known by its place in `State.steps`, from 1 on: an abort gives generations out again."""
 
     status: str
     generation: int
@@ -158,6 +159,7 @@ class Staging:
         shared: one graph for all launches, whose steps end when they are read; otherwise `depth` graphs in turn,
             each leased by its step until the release.
         without: what is left out of the protocol; see the tests.
+        num_slots: by default two more than `depth`; as many as `depth` is the ring of the plain copy.
         num_records: control records, by default as many as slots.
         settle_always: set the cursor before each replay, not only after a failure: what the ring does not do.
         injected: the kinds of fault.
@@ -168,18 +170,15 @@ class Staging:
     faults: int = 1
     shared: bool = False
     without: str = ""
+    num_slots: int = 0
     num_records: int = 0
     settle_always: bool = False
     injected: tuple[str, ...] = ("raise", "raise late", "lose staging", "fail wait", "drop", "dry run")
 
-    @property
-    def num_slots(self) -> int:
-        return self.depth + 2
-
     def start(self) -> State:
-        free = tuple(range(self.num_slots))
-        records = (_NO_RECORD,) * (self.num_records or self.num_slots)
-        return State(free, records, (_NO_WORDS,) * self.num_slots, self.faults)
+        num_slots = self.num_slots or self.depth + 2
+        records = (_NO_RECORD,) * (self.num_records or num_slots)
+        return State(tuple(range(num_slots)), records, (_NO_WORDS,) * num_slots, self.faults)
 
     def canonical(self, state: State) -> State:
         cursor, reader, device = state.cursor, state.reader, state.device
@@ -233,7 +232,7 @@ class Staging:
         state = self._reap(state)
         if state.quarantine:
             state = self._rebase(state)
-        return sorted(state.free) == list(range(self.num_slots))
+        return sorted(state.free) == list(range(len(state.slots)))
 
     def moves(self, state: State) -> Iterator[Move]:
         if state.queue:
@@ -332,23 +331,18 @@ class Staging:
         number, n = len(state.steps) + 1, state.next
         if sum(step.status == OPEN for step in state.steps) + len(state.leases) >= self.depth:
             return
-        free = state.free
+        slots: tuple[int, ...] = state.free[:1]
         if self.without == "reservation":
-            slot = (n - 1) % self.num_slots
-            free = tuple(other for other in free if other != slot)
-        elif free:
-            slot, free = free[0], free[1:]
-        else:
-            if state.quarantine and not state.queue:
-                yield "host: drains and re-bases, for want of a slot", self._rebase(state)
-            return
+            slots = tuple(range(len(state.slots)))
+        elif not slots and state.quarantine and not state.queue:
+            yield "host: drains and re-bases, for want of a slot", self._rebase(state)
         at = (n - 1) % len(state.records)
         queue, is_behind = state.queue, state.is_behind
         if state.in_doubt or self.settle_always:
             queue, is_behind = (*queue, (0, -1, False, n - 1)), False
-        for graph in self._free_graphs(state):
+        for slot, graph in itertools.product(slots, self._free_graphs(state)):
             after = state._replace(
-                free=free,
+                free=tuple([other for other in state.free if other != slot]),
                 records=put(state.records, at + 1, (state.records[at][0], slot, graph)),
                 launched=state.launched + 1,
                 steps=(*state.steps, Step(OPEN, n, slot, graph, is_behind)),
