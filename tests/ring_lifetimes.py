@@ -1,4 +1,4 @@
-"""Two more models for `ring_protocol.search`: what a step's rows live in until its release.
+"""Two more models of the ring protocol: what a step's rows live in until its release.
 
 Both take from `Staging` that a launch finds its own record and staging slot, so that a step is known by its number
 and its header either landed or did not. Launches are in one order on the device (`Ring._order` makes them so).
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .ring_protocol import Move, put
+from .ring_search import Move, put
 
 FAULTS = ("raise", "lose staging", "fail wait", "drop")
 OPEN, LEASED, OVER = "open", "leased", "over"
