@@ -58,8 +58,10 @@ def search(model: Model) -> Result:
         for _, after in model.moves(state):
             if isinstance(after, str):
                 return Result(len(states), after, trace(at, is_wrong=True))
-            after = model.canonical(after)
-            found = index.setdefault(after, len(states))
+            found = index.get(after, -1)  # it is often canonical as it is
+            if found < 0:
+                after = model.canonical(after)
+                found = index.setdefault(after, len(states))
             if found == len(states):
                 states.append(after)
                 before.append([])

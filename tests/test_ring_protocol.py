@@ -45,14 +45,26 @@ FAILS = [
 ]
 
 
-@pytest.mark.parametrize("model", HOLDS, ids=str)
+def _name(value: object) -> str:
+    """What differs from the default."""
+    if isinstance(value, str):
+        return ""
+    plain = vars(type(value)(value.depth))
+    return type(value).__name__ + "".join(
+        f" {key}={item}"
+        for key, item in vars(value).items()
+        if key == "depth" or (item != plain[key] and key != "injected")
+    )
+
+
+@pytest.mark.parametrize("model", HOLDS, ids=_name)
 def test_the_protocol_holds(model: Model, record_property: Callable[[str, object], None]) -> None:
     result = search(model)
     assert not result.violation, str(result)
     record_property("counted", f"{result.num_states} states")
 
 
-@pytest.mark.parametrize(("model", "violation"), FAILS, ids=str)
+@pytest.mark.parametrize(("model", "violation"), FAILS, ids=_name)
 def test_no_part_can_be_left_out(model: Model, violation: str, record_property: Callable[[str, object], None]) -> None:
     result = search(model)
     print(result)
