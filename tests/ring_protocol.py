@@ -1,9 +1,7 @@
 """The ring protocol as three small models, for an explicit-state search over all their interleavings.
 
-`search` visits every state that host, device and readers can reach together, breadth first, so that what it finds
-wrong comes with a shortest trace. In every state it asks for safety (the models' moves end in a message where the
-protocol is violated), and at the end for liveness: from each state the proper end can be reached, where all steps are
-over and all slots are free. The whole product is too large, so there are three models, each searched exhaustively:
+`ring_search.search` visits every state that host, device and readers can reach together. The whole product is too
+large, so there are three models, each searched exhaustively; `Lease` and `HoldBack` are in `ring_lifetimes`:
 
 * `Staging`: slots, control records, cursor, headers, quarantine, drops, aborts: what `spangraph.ring` does.
 * `Lease`: copy slots that a step leases until its release, and consumers on other streams that read on after it.
@@ -23,8 +21,10 @@ What is atomic, and why:
 * A wait ends when the event is done or, for a polling reader, once the header has landed; both never become untrue, so
   that a reader looks at them once, under the lock, is no loss. A slow reader is one that is not scheduled.
 * Slots that differ only in their number are one state (`canonical`), as the free list goes by position, never by
-  number. Words that nobody can take for his own, generations at or below the cursor in records (the cursor never goes
-  back) and steps that are over are forgotten.
+  number, and so are graphs. Words that nobody can take for his own, generations at or below the cursor in records (the
+  cursor never goes back) and steps that are over are forgotten.
+* A step may end in an error if it is the one with the fault. So may steps launched behind a lost staging node until
+  that is noticed and the cursor is set (`is_behind`): the cursor does not reach their records.
 """
 
 from __future__ import annotations
@@ -171,8 +171,6 @@ class Staging:
         if not state.reader or self.without in ("lock", "copy before free"):
             yield from self._launch(state) if state.host else self._choose(state)
 
-    # ---- the device: replays in order, one at a time -------------------------------------------------------------
-
     def _device(self, state: State) -> Iterator[Move]:
         number, graph, has_node, settle = state.queue[0]
         name = f"replay of step {number}" if number else "dry run"
@@ -217,8 +215,6 @@ class Staging:
             slots = (*state.slots[:slot], tuple(words), *state.slots[slot + 1 :])
             cursor = n if bit == 4 else state.cursor
             yield label, state._replace(slots=slots, cursor=cursor, device=(n, slot, landed | bit))
-
-    # ---- launches --------------------------------------------------------------------------------------------------
 
     def _choose(self, state: State) -> Iterator[Move]:
         for graph in state.leases:
@@ -359,8 +355,6 @@ class Staging:
         if self.without == "quarantine":
             return state._replace(free=(*state.free, step.slot))
         return state._replace(quarantine=(*state.quarantine, (step.slot, step.generation)))
-
-    # ---- readers -----------------------------------------------------------------------------------------------------
 
     def _read(self, state: State, i: int, step: Step) -> Iterator[Move]:
         header = state.slots[step.slot][2]

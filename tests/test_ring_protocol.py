@@ -1,4 +1,4 @@
-"""The ring protocol, searched exhaustively: see `ring_protocol` for what is modelled and what a search checks."""
+"""The ring protocol, searched exhaustively: `ring_protocol` says what is modelled."""
 
 import re
 from collections.abc import Callable
