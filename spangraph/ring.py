@@ -20,6 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -208,7 +209,7 @@ class Ring:
             if launch.slot is not None and launch.generation > staged:
                 self._fail(launch, _not_staged(launch))
         self._next, self._done = staged + 1, staged
-        self._leave_quarantine(self._next)  # drained: nothing writes to them any more
+        self._leave_quarantine(inf)  # drained: nothing writes to them any more
         for base in range(0, len(self._control), CONTROL_WORDS):
             if self._control[base] > staged:  # its launch is gone: no other replay may take it for its own
                 self._control[base] = 0
@@ -314,7 +315,7 @@ class Ring:
         if self._quarantine:
             self._leave_quarantine(self._done)
 
-    def _leave_quarantine(self, done: int) -> None:
+    def _leave_quarantine(self, done: float) -> None:
         """Free the slots of failed waits up to generation `done`."""
         for free, slot, generation in self._quarantine:
             if generation <= done:

@@ -90,7 +90,6 @@ class Staging:
         without: what is left out of the protocol; see the tests.
         num_slots: by default two more than `depth`; as many as `depth` is the ring of the plain copy.
         num_records: control records, by default as many as slots.
-        settle_always: set the cursor before each replay, not only after a failure: what the ring does not do.
         injected: the kinds of fault.
     """
 
@@ -101,7 +100,6 @@ class Staging:
     without: str = ""
     num_slots: int = 0
     num_records: int = 0
-    settle_always: bool = False
     injected: tuple[str, ...] = ("raise", "raise late", "lose staging", "fail wait", "drop", "dry run")
 
     def start(self) -> State:
@@ -263,7 +261,8 @@ class Staging:
             yield "host: drains and re-bases, for want of a slot", self._rebase(state)
         at = (n - 1) % len(state.records)
         queue, is_behind = state.queue, state.is_behind
-        if state.in_doubt or self.settle_always:
+        in_flight = self.shared and state.done < n - 1 and self.without != "settling"
+        if state.in_doubt or in_flight:
             queue, is_behind = (*queue, (0, -1, False, n - 1)), False
         for slot, graph in itertools.product(slots, self._free_graphs(state)):
             after = state._replace(

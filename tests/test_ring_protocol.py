@@ -9,18 +9,13 @@ from .ring_lifetimes import HoldBack, Lease
 from .ring_protocol import Staging
 from .ring_search import Model, search
 
-NO_LOST_STAGING = ("raise", "raise late", "fail wait", "drop", "dry run")
-
 # The rings that engines use: depth 1 (no overlap), 2 and 3. Six launches go round the 3 to 5 slots and records.
 HOLDS = [
     *[Staging(depth) for depth in (1, 2, 3)],
-    *[Staging(depth, shared=True, injected=NO_LOST_STAGING) for depth in (1, 2, 3)],
-    # One graph for all steps holds too where a staging node is lost, if each launch sets the cursor first.
-    Staging(1, shared=True),
-    Staging(2, shared=True, settle_always=True),
+    *[Staging(depth, shared=True) for depth in (1, 2, 3)],
     # No spare slots; as many records as one fault needs.
     Staging(2, num_slots=2),
-    Staging(2, shared=True, injected=NO_LOST_STAGING, num_records=3),
+    Staging(2, shared=True, num_records=3),
     *[Lease(depth) for depth in (1, 2, 3)],
     *[HoldBack(depth) for depth in (1, 2, 3)],
     HoldBack(2, graphs=2),
@@ -37,6 +32,9 @@ FAILS = [
     (Staging(1, num_slots=1, without="copy before free"), "gets words of"),
     (Staging(1, num_slots=1, without="lock"), "gets words of"),
     (Staging(1, without="synchronize"), "gets words of another launch"),
+    # The steps of one graph are told apart by the cursor alone. Behind a replay without its staging node the next one
+    # of that graph finds the earlier record, and the earlier step gets the later one's rows, not an error.
+    (Staging(2, shared=True, without="settling"), "gets words of another launch"),
     (Lease(1, without="release"), "step 1 gets rows of"),
     (Lease(2, without="lease"), "its rows have changed before"),
     (Lease(1, without="consumer wait"), "a consumer of step 1 reads rows of"),
@@ -71,14 +69,3 @@ def test_no_part_can_be_left_out(model: Model, violation: str, record_property: 
     assert re.search(violation, result.violation), str(result)
     assert len(result.trace) >= 3
     record_property("counted", f"{result.violation}, after {len(result.trace)} actions ({result.num_states} states)")
-
-
-@pytest.mark.xfail(strict=True, reason="a lost staging node lets the next replay of the same graph take its record")
-@pytest.mark.parametrize("depth", [2, 3])  # depth 1 has no replay in flight behind the lost one
-def test_a_lost_staging_node_on_a_shared_graph(depth: int) -> None:
-    """The steps of one graph are told apart by the cursor alone. If a launch is replayed without its staging node, the
-    next replay of that graph finds the earlier record, and the earlier step gets the later step's rows, not an error.
-    """
-    result = search(Staging(depth, shared=True))
-    print(result)
-    assert not result.violation, str(result)

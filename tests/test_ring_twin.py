@@ -13,7 +13,7 @@ from spangraph import StagingError
 from spangraph.backends import InlineBackend
 from spangraph.kernels.stage import stage_ref
 from spangraph.ring import Launch
-from spangraph.stager import StagerCore, Tail
+from spangraph.tail import StagerCore, Tail
 
 from .rig import Batch, Engine
 from .ring_protocol import IDLE, OPEN, Staging, State
@@ -65,9 +65,9 @@ class Twin:
         self.backend = SlowBackend()
         core = StagerCore(self.backend, depth=model.depth)
         self.ring, widths = core.ring, {"number": 2}
-        self.buffer = core.new_buffer(widths, 1)
+        self.buffer, _ = core.new_buffer(widths, 1)
         self.tails = [
-            core.new_tail(widths, self.buffer, num_rows=1, cuts={}, values={}, keeps_outputs=not model.shared)
+            core.new_tail(widths, self.buffer, num_rows=1, cuts={}, values={}, holds_outputs=not model.shared)
             for _ in range(2 * model.depth + 2)
         ]
         self.launches: list[Launch] = []
@@ -130,7 +130,7 @@ class Twin:
         """Slots, records and counters are where the model has them."""
         ring = self.ring
         assert tuple(ring._free) == state.free
-        assert tuple(ring._quarantine) == state.quarantine
+        assert tuple(entry[1:] for entry in ring._quarantine) == state.quarantine
         assert [self.launches.index(launch) + 1 for launch in ring._dying] == list(state.dying)
         assert (ring._next, ring._done, ring._cursor_in_doubt) == (state.next, state.done, state.in_doubt)
         assert len(self.backend.queue) == len(state.queue)
@@ -152,8 +152,7 @@ class Twin:
 def test_the_ring_does_what_its_model_does(
     depth: int, shared: bool, record_property: Callable[[str, object], None]
 ) -> None:
-    kinds = tuple(kind for kind in Staging.injected if not shared or kind != "lose staging")  # see its strict xfail
-    model = Staging(depth, num_steps=40, faults=5, shared=shared, injected=kinds)
+    model = Staging(depth, num_steps=40, faults=5, shared=shared)
     chance, actions = random.Random(depth), 0
     for _ in range(8):
         twin, state = Twin(model), model.start()
@@ -171,13 +170,13 @@ def test_the_ring_does_what_its_model_does(
     record_property("counted", f"{actions} actions")
 
 
-@pytest.mark.xfail(strict=True, reason="a lost staging node lets the next replay of the same graph take its record")
 def test_a_lost_staging_node_on_a_shared_graph() -> None:
-    """What the search finds in the model, in the code: step 1 delivers the tokens of step 2."""
+    """What the search has found in the model, in the code: step 1 delivered the tokens of step 2."""
     engine = Engine(depth=2, lanes=1, spanned=False)
     engine.device.fail_next("staging")
-    lost = engine.launch(Batch.random())
-    engine.launch(Batch.random())
+    lost, batch = engine.launch(Batch.random()), Batch.random()
+    step = engine.launch(batch)
     engine.device.synchronize()
     with pytest.raises(StagingError, match="its slot holds"):
         lost.row_values("token")
+    assert step.row_values("token").equal(batch.token)
