@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import spangraph
 from spangraph import SpannedOutput
+from spangraph.kernels.stage import CONTROL_WORDS
 
 
 class Upsample(nn.Module):
@@ -53,8 +54,8 @@ def measure(model: nn.Module, batch: int, rounds: int) -> tuple[list[float], lis
 
     def bare() -> None:
         if tail.columns:  # a control record, so that the staging node stages: a dry run would be cheaper
-            record = (ring._next - 1) % ring.num_slots * 4
-            ring._control[record : record + 4] = (ring._next, 0, batch, tail.graph)
+            record = (ring._next - 1) % ring.num_slots * CONTROL_WORDS
+            ring._control[record : record + CONTROL_WORDS] = (ring._next, 0, batch, tail.graph, -1)
             ring._next += 1
         gm(mel, frames)
 
