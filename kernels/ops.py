@@ -1,4 +1,4 @@
-"""The torch.library operators: `spangraph::stage`, `spangraph::mark` and `spangraph::mark_value`.
+"""The torch.library operators: `spangraph::stage`, `spangraph::compact`, `spangraph::mark`, `spangraph::mark_value`.
 
 `mark` ties a value, its spans, its key and its name together inside a graph, `mark_value` a row value. They compute
 nothing; a pass finds them and folds them into one `stage` at the graph's tail.
@@ -15,12 +15,17 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
+from spangraph.kernels.compact import compact, compact_ref
 from spangraph.kernels.stage import stage, stage_copy, stage_ref
 
 _NAMESPACE = "spangraph"
 _STAGE = (
     "stage(Tensor(a!) cursor, Tensor(b!) slots, Tensor control, Tensor[] columns, int[] offsets, int graph, "
     "Tensor(c!)? mirror=None, int slot=0) -> ()"
+)
+_COMPACT = (
+    "compact(Tensor cursor, Tensor control, Tensor[] sources, Tensor[] spans, Tensor(a!)[] rings, Tensor(b!) status, "
+    "int graph, int[] ring_of, int[] firsts, int[] capacities, int[] dims, int[] max_spans, int[] casts) -> ()"
 )
 _MARK = "mark(Tensor value, Tensor spans, str key, str name) -> ()"
 _MARK_VALUE = "mark_value(Tensor value, str key, str name) -> ()"
@@ -47,7 +52,7 @@ def _stage_by(ring_kernel: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _stage_fake(*args: object, **kwargs: object) -> None:
+def _no_fake(*args: object, **kwargs: object) -> None:
     pass
 
 
@@ -78,6 +83,7 @@ def _define(
 # library lives as long as its kernels, whose globals hold it.
 if not hasattr(getattr(torch.ops, _NAMESPACE), "stage"):
     _library = torch.library.Library(_NAMESPACE, "DEF")
-    _define(_library, _STAGE, _stage_fake, CPU=_stage_by(stage_ref), CUDA=_stage_by(stage))
+    _define(_library, _STAGE, _no_fake, CPU=_stage_by(stage_ref), CUDA=_stage_by(stage))
+    _define(_library, _COMPACT, _no_fake, CPU=compact_ref, CUDA=compact)
     _define(_library, _MARK, _mark, CPU=_mark, CUDA=_mark)
     _define(_library, _MARK_VALUE, _mark_value, CPU=_mark_value, CUDA=_mark_value)

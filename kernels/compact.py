@@ -1,0 +1,531 @@
+"""Compaction: one node before the staging node that packs the valid part of every row into a slot of a ring.
+
+Two implementations of one contract, and the same copying for a list of crops that the host has checked (`gather`):
+
+* `compact`: a Triton kernel, for CUDA.
+* `compact_ref`: plain PyTorch on the host, which is also what the CPU backends run at each step.
+
+The arguments, one of each list for every output `j`:
+
+* `cursor` and `control`: the staging node's (see `stage`). Here the record's copy slot must exist, and its slot is
+  nobody's concern; the cursor stays, for the staging node comes after.
+* `sources`: device `[bs, ...]`, one `bs` for all, any strides, any dtype of 1 to 16 bytes an item.
+* `spans`: device int64 `[bs, ...]`, whose words per row are `[max_spans, num_dims, (start, end)]`.
+* `dims`: the spanned dims of all sources one after the other, each of 1 to `source.dim() - 1`.
+* `rings`: int64 `[num_slots, words]`, whose rows start at 16-byte boundaries; on the device, or pinned host memory.
+* `ring_of`, `firsts`, `capacities`: output `j` owns the bytes from `firsts[j]` on of each slot of `rings[ring_of[j]]`.
+* `status`: device int64 `[bs, n, COPY_WORDS]`.
+* `casts`: `NO_CAST`, or `PCM16` for int16 samples of a float output (see `pcm16`).
+
+A matching launch copies the crops of the rows below `num_rows`, row by row and span by span, each to the next 16-byte
+boundary of the output's region, and fills up its last 16 bytes with zeros. A row with a span that fails
+`0 <= start <= end <= size` takes no room. If the crops of an output exceed its region, none of them is copied. Then
+`status[row, j]` is (generation, the row's offset in 16-byte units or -1 for an output that did not fit, NaNs that the
+row's cast met); rows from `num_rows` on are unspecified. If no record matches the call is a dry run, which changes no
+byte, but for `compact` with a cast: it may zero the counts of NaNs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from spangraph.errors import InputError
+from spangraph.kernels.gather import UNIT_BYTES, WARPS, Layout, as_ints, lay_out, load_copying, on_device_of
+from spangraph.kernels.stage import CONTROL_WORDS, _check_host_memory, _pack
+
+if TYPE_CHECKING:
+    # See `stage`: at run time `_load_kernel` binds `tl`.
+    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]  # noqa: TC004
+
+    from spangraph.kernels.gather import _copy_chunk, _crop_size  # noqa: TC004
+
+COPY_WORDS = 3
+"""Words of a row's copy record: generation, offset, NaNs."""
+
+NO_CAST, PCM16 = 0, 1
+
+# Words of all rows' spans that a CTA reads at a time, by two tensors of this length.
+_ROW_LANES = 256
+
+# Flat indices within a row are 32-bit.
+_MAX_ITEMS = 2**31 - 1
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = re.compile(r"torch\.(bool|u?int(8|16|32|64)|b?float(8|16|32|64)(_e\dm\d\w*)?|complex\d+)")
+
+
+@functools.cache
+def _load_kernel() -> Any:
+    """The jitted `_compact_kernel`; imports Triton at the first call."""
+    helpers = load_copying()
+    global tl
+    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    globals().update(_crop_size=helpers[0], _copy_chunk=helpers[1])
+    globals().update(_place=triton.jit(_place), _compact_output=triton.jit(_compact_output))
+    # What is specialised compiles anew, and the first launch of a new kernel fails inside a capture.
+    return triton.jit(do_not_specialize=["graph"])(_compact_kernel)
+
+
+@dataclass(frozen=True)
+class _Region:
+    """Where an output goes, and which CTAs bring it there; a constant to `_compact_kernel`. Units are of 16 bytes."""
+
+    first_cta: int
+    end_cta: int
+    num_chunks: int
+    max_spans: int
+    slot_units: int
+    first_unit: int
+    num_units: int
+
+
+# ---- the kernels -------------------------------------------------------------------------------------------------
+
+
+def _place(  # type: ignore[no-untyped-def]  # Triton parses the annotations
+    spans_ptr,
+    row,
+    span,
+    num_rows,
+    LAYOUT: tl.constexpr,
+    MAX_SPANS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Units of all rows, units before span `span` of row `row`, and whether that row is good."""
+    total = tl.zeros([LANES], tl.int64)
+    before = tl.zeros([LANES], tl.int64)
+    good = tl.zeros([LANES], tl.int32)
+    for first in range(0, ROWS, LANES):
+        rows = first + tl.arange(0, LANES)
+        is_good = rows < num_rows
+        units = tl.zeros([LANES], tl.int64)
+        ahead = tl.zeros([LANES], tl.int64)
+        for i in range(MAX_SPANS):
+            size = tl.full([LANES], LAYOUT.fixed * 16 // LAYOUT.vector, tl.int64)
+            for k in tl.static_range(len(LAYOUT.sizes)):  # pyright: ignore[reportGeneralTypeIssues]
+                word_ptr = spans_ptr + ((rows.to(tl.int64) * MAX_SPANS + i) * len(LAYOUT.sizes) + k) * 2
+                start = tl.load(word_ptr, mask=rows < num_rows, other=0)
+                end = tl.load(word_ptr + 1, mask=rows < num_rows, other=0)
+                is_good = is_good & (start >= 0) & (start <= end) & (end <= LAYOUT.sizes[k])
+                size *= end - start  # wraps for a bad row alone, which counts for nothing below
+            units += (size + 15) >> 4
+            ahead += tl.where(i < span, (size + 15) >> 4, 0)
+        is_own = is_good & (rows == row)
+        total += tl.where(is_good, units, 0)
+        before += tl.where(is_good & (rows < row), units, 0) + tl.where(is_own, ahead, 0)
+        good += is_own.to(tl.int32)
+    return tl.sum(total), tl.sum(before), tl.sum(good) > 0
+
+
+def _compact_output(  # type: ignore[no-untyped-def]
+    source_ptr,
+    spans_ptr,
+    ring_ptr,
+    status_ptr,
+    generation,
+    slot,
+    num_rows,
+    LAYOUTS: tl.constexpr,
+    REGIONS: tl.constexpr,
+    J: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    LAYOUT: tl.constexpr = LAYOUTS[J]
+    REGION: tl.constexpr = REGIONS[J]
+    chunk = (tl.program_id(0) - REGION.first_cta) % REGION.num_chunks
+    crop = (tl.program_id(0) - REGION.first_cta) // REGION.num_chunks
+    row = crop // REGION.max_spans
+    span = crop % REGION.max_spans
+    crop_ptr = spans_ptr + crop.to(tl.int64) * (len(LAYOUT.sizes) * 2)
+    leads = (span == 0) & (chunk == 0)
+    if row < num_rows:
+        size = _crop_size(crop_ptr, LAYOUT)  # any number, if the row is bad
+        if leads | (size > chunk.to(tl.int64) * LAYOUT.chunk):
+            total, before, is_good = _place(spans_ptr, row, span, num_rows, LAYOUT, REGION.max_spans, ROWS, LANES)
+            fits = total <= REGION.num_units
+            row_ptr = status_ptr + (row.to(tl.int64) * len(LAYOUTS) + J) * 3
+            if leads:
+                tl.store(row_ptr, generation)
+                tl.store(row_ptr + 1, tl.where(fits, before, -1))
+                if not LAYOUT.is_pcm:
+                    tl.store(row_ptr + 2, generation * 0)
+            if is_good & fits:
+                target_ptr = ring_ptr + (slot * REGION.slot_units + REGION.first_unit + before) * LAYOUT.vector
+                nans = _copy_chunk(source_ptr, target_ptr, crop_ptr, row, chunk, size, LAYOUT)
+                if LAYOUT.is_pcm:
+                    num_nans = tl.sum(nans)
+                    if num_nans > 0:
+                        tl.atomic_add(row_ptr + 2, num_nans.to(tl.int64), sem="relaxed")
+
+
+def _compact_kernel(  # type: ignore[no-untyped-def]
+    cursor_ptr,
+    control_ptr,
+    source_ptrs,
+    spans_ptrs,
+    ring_ptrs,
+    status_ptr,
+    graph,
+    NUM_RECORDS: tl.constexpr,
+    RECORD_WORDS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LAYOUTS: tl.constexpr,
+    REGIONS: tl.constexpr,
+    RECORD_LANES: tl.constexpr,
+    ROW_LANES: tl.constexpr,
+):
+    lane = tl.arange(0, RECORD_LANES)
+    cursor = tl.load(cursor_ptr)
+    record_ptr = control_ptr + cursor % NUM_RECORDS * RECORD_WORDS
+    # One request over the link for a CTA: the first warp reads all words. volatile: the host writes them meanwhile.
+    record = tl.load(record_ptr + lane, mask=lane < RECORD_WORDS, other=0, cache_modifier=".cv", volatile=True)
+    generation = tl.sum(tl.where(lane == 0, record, 0))
+    num_rows = tl.minimum(tl.sum(tl.where(lane == 2, record, 0)), ROWS)
+    owner = tl.sum(tl.where(lane == 3, record, 0))
+    slot = tl.sum(tl.where(lane == 4, record, 0))
+    cta = tl.program_id(0)
+    if (generation == cursor + 1) & (owner == graph) & (slot >= 0) & (slot < NUM_SLOTS):
+        for j in tl.static_range(len(REGIONS)):  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType]
+            if (cta >= REGIONS[j].first_cta) & (cta < REGIONS[j].end_cta):
+                _compact_output(
+                    source_ptrs[j],
+                    spans_ptrs[j],
+                    ring_ptrs[j],
+                    status_ptr,
+                    generation,
+                    slot,
+                    num_rows,
+                    LAYOUTS,
+                    REGIONS,
+                    j,
+                    ROWS,
+                    ROW_LANES,
+                )
+
+
+# ---- the operators -----------------------------------------------------------------------------------------------
+
+
+def compact(
+    cursor: Tensor,
+    control: Tensor,
+    sources: Sequence[Tensor],
+    spans: Sequence[Tensor],
+    rings: Sequence[Tensor],
+    status: Tensor,
+    graph: int,
+    ring_of: Sequence[int],
+    firsts: Sequence[int],
+    capacities: Sequence[int],
+    dims: Sequence[int],
+    max_spans: Sequence[int],
+    casts: Sequence[int],
+) -> None:
+    """Compacts one launch with the Triton kernel, on the current stream of the cursor's device.
+
+    Shapes and strides are compiled in: launch once per device and set of them before a capture (as a dry run, say).
+    See the module's docstring for the arguments.
+
+    Raises:
+        StagingError: Triton is not installed.
+    """
+    kernel = _load_kernel()
+    arguments, options = _kernel_arguments(sources, spans, rings, ring_of, firsts, capacities, dims, max_spans, casts)
+    num_ctas = options["REGIONS"][-1].end_cta
+    if num_ctas == 0:
+        return
+    options |= {"NUM_RECORDS": control.size(0), "RECORD_WORDS": CONTROL_WORDS}
+    with on_device_of(cursor):
+        if any(casts):
+            status.select(-1, 2).zero_()
+        kernel[(num_ctas,)](cursor, control, *arguments, status, graph, **options)
+
+
+def _kernel_arguments(
+    sources: Sequence[Tensor],
+    spans: Sequence[Tensor],
+    rings: Sequence[Tensor],
+    ring_of: Sequence[int],
+    firsts: Sequence[int],
+    capacities: Sequence[int],
+    dims: Sequence[int],
+    max_spans: Sequence[int],
+    casts: Sequence[int],
+) -> tuple[tuple[tuple[Tensor, ...], ...], dict[str, Any]]:
+    """What `_compact_kernel` takes for the sources, spans and rings; its constants and launch options."""
+    bs = sources[0].size(0)
+    columns: list[tuple[Tensor, Tensor, Tensor]] = []
+    layouts: list[Layout] = []
+    regions: list[_Region] = []
+    for j, own_dims in enumerate(_split_dims(spans, dims, max_spans)):
+        source = sources[j].detach() if casts[j] else as_ints(sources[j])
+        layout = lay_out(source, own_dims, bs * max_spans[j], is_pcm=bool(casts[j]))
+        ring = rings[ring_of[j]]
+        first_cta = regions[-1].end_cta if regions else 0
+        region = _Region(
+            first_cta=first_cta,
+            end_cta=first_cta + bs * max_spans[j] * layout.num_chunks,
+            num_chunks=layout.num_chunks,
+            max_spans=max_spans[j],
+            slot_units=ring.size(1) * 8 // UNIT_BYTES,
+            first_unit=firsts[j] // UNIT_BYTES,
+            num_units=capacities[j] // UNIT_BYTES,
+        )
+        columns.append((source, _pack(spans[j]), ring.view(torch.int16 if casts[j] else source.dtype)))
+        layouts.append(layout)
+        regions.append(region)
+    options = {
+        "NUM_SLOTS": rings[0].size(0),
+        "ROWS": bs,
+        "LAYOUTS": tuple(layouts),
+        "REGIONS": tuple(regions),
+        "RECORD_LANES": 32 * WARPS,
+        "ROW_LANES": min(_ROW_LANES, 1 << max(bs - 1, 0).bit_length()),
+        "num_warps": WARPS,
+    }
+    return tuple(zip(*columns, strict=True)), options
+
+
+def _split_dims(spans: Sequence[Tensor], dims: Sequence[int], max_spans: Sequence[int]) -> list[tuple[int, ...]]:
+    """The spanned dims of each output."""
+    split: list[tuple[int, ...]] = []
+    first = 0
+    for column, count in zip(spans, max_spans, strict=True):
+        end = first + column.shape[1:].numel() // (2 * count)
+        split.append(tuple(dims[first:end]))
+        first = end
+    return split
+
+
+def pcm16(tensor: Tensor) -> Tensor:
+    """Samples in [-1, 1] as int16 PCM: NaN is silence, what lies outside saturates, halves go to the even neighbour."""
+    return tensor.to(torch.float32).nan_to_num(0.0).clamp_(-1, 1).mul_(32767).round_().to(torch.int16)
+
+
+def compact_ref(
+    cursor: Tensor,
+    control: Tensor,
+    sources: Sequence[Tensor],
+    spans: Sequence[Tensor],
+    rings: Sequence[Tensor],
+    status: Tensor,
+    graph: int,
+    ring_of: Sequence[int],
+    firsts: Sequence[int],
+    capacities: Sequence[int],
+    dims: Sequence[int],
+    max_spans: Sequence[int],
+    casts: Sequence[int],
+) -> None:
+    """Compacts one launch on the host: all tensors on the CPU. See the module's docstring for the arguments."""
+    count = int(cursor.item())
+    records = control.tolist()
+    generation, _, num_rows, owner, slot = records[count % len(records)]
+    if generation != count + 1 or owner != graph or not 0 <= slot < rings[0].size(0):
+        return
+    num_real = max(0, min(num_rows, status.size(0)))
+    columns: list[list[list[int]]] = []
+    for j, own_dims in enumerate(_split_dims(spans, dims, max_spans)):
+        source = sources[j].detach() if casts[j] else as_ints(sources[j])
+        ring = rings[ring_of[j]].view(torch.int16 if casts[j] else source.dtype)
+        layout = lay_out(source, own_dims, 1, is_pcm=bool(casts[j]))
+        first = ring.storage_offset() + slot * ring.size(1) + firsts[j] // UNIT_BYTES * layout.vector
+        words = spans[j].flatten(1)[:num_real].tolist()
+        offsets, pieces = _cut_rows(source, layout, words)
+        nans = [0] * num_real
+        size = sum(piece.numel() for piece in pieces)
+        if size > capacities[j] // UNIT_BYTES * layout.vector:
+            offsets = [-1] * num_real
+        elif size:
+            # One operator for all rows, a microsecond and more each.
+            target = ring.as_strided((size,), (1,), first)
+            if casts[j]:
+                packed = torch.cat(pieces)
+                target.copy_(pcm16(packed))
+                nans = _count_nans(packed, [offset * layout.vector for offset in offsets])
+            else:
+                torch.cat(pieces, out=target)
+        columns.append([offsets, nans])
+    table = [word for row in range(num_real) for own in columns for word in (generation, own[0][row], own[1][row])]
+    status.view(-1)[: len(table)] = torch.tensor(table, dtype=torch.int64)
+
+
+def _cut_rows(source: Tensor, layout: Layout, words: Sequence[Sequence[int]]) -> tuple[list[int], list[Tensor]]:
+    """Each row's offset in units; the crops of all good rows, flat, and zeros after those that end within a unit."""
+    width = 2 * len(layout.sizes)
+    origin, vector = source.storage_offset(), layout.vector
+    # The dims from the outermost, and where the words of a spanned one are.
+    dims = [(a, 2 * b, c) for a, b, c in zip(layout.scales, layout.spans, layout.strides, strict=True)][::-1]
+    strides = layout.strides[::-1]
+    zeros = _zeros(source.dtype)
+    offsets: list[int] = []
+    pieces: list[Tensor] = []
+    num_units = 0
+    for row, row_words in enumerate(words):
+        offsets.append(num_units)
+        starts, ends, sizes = row_words[::2], row_words[1::2], layout.sizes * (len(row_words) // width)
+        if not all(0 <= start <= end <= size for start, end, size in zip(starts, ends, sizes, strict=True)):
+            continue
+        for i in range(0, len(row_words), width):
+            first = origin + row * layout.row_stride
+            shape: list[int] = []
+            size = 1
+            for scale, k, stride in dims:
+                extent = scale
+                if k >= 0:
+                    start = row_words[i + k]
+                    extent *= row_words[i + k + 1] - start
+                    first += start * scale * stride
+                size *= extent
+                shape.append(extent)
+            if size:
+                crop = source.as_strided(shape, strides, first)
+                pieces.append(crop if len(shape) == 1 else crop.reshape(-1))
+                if size % vector:
+                    pieces.append(zeros[vector - size % vector])
+                num_units += (size + vector - 1) // vector
+    return offsets, pieces
+
+
+@functools.cache
+def _zeros(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Zeros of every length that may be missing to a unit, by that length."""
+    with torch.inference_mode(False):
+        return tuple(torch.zeros(length, dtype=dtype) for length in range(UNIT_BYTES))
+
+
+def _count_nans(packed: Tensor, firsts: Sequence[int]) -> list[int]:
+    """NaNs of `packed` from each of `firsts` to the next."""
+    is_nan = packed.isnan()
+    if not is_nan.any():
+        return [0] * len(firsts)
+    ends = [*firsts[1:], packed.numel()]
+    return [int(is_nan[first:end].sum()) for first, end in zip(firsts, ends, strict=True)]
+
+
+def check_compact_args(
+    cursor: Tensor,
+    control: Tensor,
+    sources: Sequence[Tensor],
+    spans: Sequence[Tensor],
+    rings: Sequence[Tensor],
+    status: Tensor,
+    ring_of: Sequence[int],
+    firsts: Sequence[int],
+    capacities: Sequence[int],
+    dims: Sequence[int],
+    max_spans: Sequence[int],
+    casts: Sequence[int],
+) -> None:
+    """Refuses arguments that compaction would silently misread. Meant for build time: compaction itself checks nothing.
+
+    Raises:
+        InputError: a wrong dtype, shape, device, layout, region or cast; or host memory that is not pinned.
+    """
+    lists = {"spans": spans, "ring_of": ring_of, "firsts": firsts, "capacities": capacities}
+    for name, values in (lists | {"max_spans": max_spans, "casts": casts}).items():
+        if len(values) != len(sources) or not sources:
+            raise InputError(f"{len(sources)} sources and {len(values)} {name}: expected one for each, at least one")
+    device = cursor.device
+    _check_ints("cursor", cursor, device, (1,))
+    _check_ints("control", control, None, (max(1, len(control)), CONTROL_WORDS))
+    _check_host_memory("control", control, device)
+    bs = sources[0].size(0) if sources[0].dim() else 0
+    _check_ints("status", status, device, (bs, len(sources), COPY_WORDS))
+    for i, ring in enumerate(rings):
+        _check_ring(f"rings[{i}]", ring, len(rings[0]), device)
+    num_dims = 0
+    for j, source in enumerate(sources):
+        _check_source(f"sources[{j}]", source, bs, device)
+        name, column = f"spans[{j}]", spans[j]
+        if max_spans[j] < 1:
+            raise InputError(f"max_spans[{j}] is {max_spans[j]}, expected at least 1")
+        if column.dtype != torch.int64 or column.device != device:
+            raise InputError(f"{name} is {column.dtype} on {column.device}, expected torch.int64 on {device}")
+        num_words = column.shape[1:].numel()
+        if column.dim() < 2 or column.size(0) != bs or not num_words or num_words % (2 * max_spans[j]):
+            raise InputError(
+                f"{name} has shape {tuple(column.shape)}, expected {bs} rows of {max_spans[j]} x num_dims x 2 words"
+            )
+        own = tuple(dims[num_dims : num_dims + num_words // (2 * max_spans[j])])
+        num_dims += num_words // (2 * max_spans[j])
+        if len(set(own)) != len(own) or not all(1 <= dim < source.dim() for dim in own):
+            raise InputError(
+                f"sources[{j}] has {source.dim()} dims and is spanned on {own}: expected different ones, 1 to "
+                f"{source.dim() - 1} (not negative; dim 0 holds the rows)"
+            )
+        if casts[j] not in (NO_CAST, PCM16) or (casts[j] == PCM16 and source.dtype not in _FLOATS):
+            raise InputError(f"casts[{j}] is {casts[j]} for {source.dtype}: expected 0, or 1 (PCM) for a float output")
+    if num_dims != len(dims):
+        raise InputError(f"the spans have words for {num_dims} dims, {len(dims)} are given: {list(dims)}")
+    _check_regions(rings, ring_of, firsts, capacities)
+
+
+def _check_ints(name: str, tensor: Tensor, device: torch.device | None, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != torch.int64 or not tensor.is_contiguous():
+        raise InputError(f"{name} is {tensor.dtype}, strides {tensor.stride()}: expected torch.int64, contiguous")
+    if tuple(tensor.shape) != shape:
+        raise InputError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+    if device is not None and tensor.device != device:
+        raise InputError(f"{name} is on {tensor.device}, the cursor is on {device}: put both on one device")
+
+
+def _check_ring(name: str, ring: Tensor, num_slots: int, device: torch.device) -> None:
+    if ring.dim() != 2 or not num_slots:
+        raise InputError(f"{name} has shape {tuple(ring.shape)}, expected (num_slots >= 1, words)")
+    _check_ints(name, ring, None, (num_slots, ring.size(1)))
+    if ring.size(1) % 2 or ring.data_ptr() % UNIT_BYTES:
+        raise InputError(
+            f"{name} starts at address {ring.data_ptr()} and has {ring.size(1)} words a slot: expected a multiple of "
+            "16 and an even number, so that rows start at 16-byte boundaries"
+        )
+    if ring.device != device:
+        _check_host_memory(name, ring, device)
+
+
+def _check_source(name: str, source: Tensor, bs: int, device: torch.device) -> None:
+    if source.device != device:
+        raise InputError(f"{name} is on {source.device}, the cursor is on {device}: put both on one device")
+    if source.dim() < 2 or source.size(0) != bs:
+        raise InputError(f"{name} has shape {tuple(source.shape)}, expected [bs, ...] with one bs ({bs}) for all")
+    if source.layout != torch.strided or not _DTYPES.fullmatch(str(source.dtype)):
+        raise InputError(
+            f"{name} is {source.dtype}, {source.layout}: expected a strided tensor of whole bytes an item. "
+            "Dequantize or unpack it in the model, or deliver it as a view"
+        )
+    num_items = source.shape[1:].numel() * math.ceil(source.element_size() / 8)
+    if num_items > _MAX_ITEMS:
+        raise InputError(
+            f"{name} has {num_items} items a row, at most {_MAX_ITEMS} can be copied: deliver it as a view"
+        )
+
+
+def _check_regions(
+    rings: Sequence[Tensor], ring_of: Sequence[int], firsts: Sequence[int], capacities: Sequence[int]
+) -> None:
+    taken: dict[int, tuple[int, str]] = {}
+    for ring_index, first, capacity, j in sorted(zip(ring_of, firsts, capacities, range(len(firsts)), strict=True)):
+        if not 0 <= ring_index < len(rings):
+            raise InputError(f"ring_of[{j}] is {ring_index}, there are {len(rings)} rings")
+        if first < 0 or capacity < 0 or first % UNIT_BYTES or capacity % UNIT_BYTES:
+            raise InputError(f"output {j} has {capacity} bytes from byte {first} on: expected multiples of 16")
+        free_from, previous = taken.get(ring_index, (0, ""))
+        if first < free_from:
+            raise InputError(f"output {j} starts at byte {first}, inside {previous}, which ends at byte {free_from}")
+        slot_bytes = rings[ring_index].size(1) * 8
+        if first + capacity > slot_bytes:
+            raise InputError(f"output {j} ends at byte {first + capacity}, a slot has {slot_bytes} bytes: widen it")
+        taken[ring_index] = (first + capacity, f"output {j}")

@@ -1,0 +1,266 @@
+"""Crops of padded rows: how a row lies, the device code that copies a crop, and `gather`, which copies a list of them.
+
+A crop is the part of one row of a source `[bs, ...]` that lies within a (start, end) of each spanned dim. Here the host
+has checked them; `compact` copies those that it checks on the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from spangraph.errors import StagingError
+from spangraph.kernels.stage import has_triton
+
+if TYPE_CHECKING:
+    # See `stage`: at run time `load_copying` binds `tl`.
+    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]  # noqa: TC004
+
+Crop = tuple[int, tuple[tuple[int, int], ...]]
+"""A row, and (start, end) of each spanned dim."""
+
+UNIT_BYTES = 16
+"""The widest store: targets start at multiples of it, and are written in whole units."""
+
+WARPS = 4
+
+_TILE_BYTES = 4096
+_CHUNK_BYTES = 16384
+_MAX_CTAS = 4096
+
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+@functools.cache
+def load_copying() -> tuple[Any, Any]:
+    """The jitted `_crop_size` and `_copy_chunk`; imports Triton at the first call."""
+    if not has_triton():
+        raise StagingError("copying rows needs Triton, which is not installed: `pip install spangraph[triton]`")
+    global tl
+    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    return triton.jit(_crop_size), triton.jit(_copy_chunk)
+
+
+@functools.cache
+def _load_kernel() -> Any:
+    """The jitted `_gather_kernel`."""
+    helpers = load_copying()
+    import triton
+
+    globals().update(_crop_size=helpers[0], _copy_chunk=helpers[1])
+    return triton.jit(do_not_specialize_on_alignment=["source_ptr"])(_gather_kernel)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the rows of a source lie, and how they are copied; a constant to the kernels. Items are integers.
+
+    Attributes:
+        scales, spans, strides: the dims of a row from the innermost, merged where that changes nothing. A dim has
+            `scale * (end - start)` items, of the spanned dim number `span`; or `scale` items if that is -1.
+        row_stride: between rows.
+        sizes: of the spanned dims, unmerged, in the order of the spans.
+        fixed: items of a crop for each position of its spanned dims.
+        vector: items in 16 bytes of the target.
+        tile: items that a CTA copies at a time.
+        chunk: items of a crop that a CTA copies, a multiple of `tile`.
+        num_chunks: in a whole row; at least 1.
+        is_pcm: whether the target is int16 PCM.
+    """
+
+    scales: tuple[int, ...]
+    spans: tuple[int, ...]
+    strides: tuple[int, ...]
+    row_stride: int
+    sizes: tuple[int, ...]
+    fixed: int
+    vector: int
+    tile: int
+    chunk: int
+    num_chunks: int
+    is_pcm: bool
+
+
+def lay_out(source: Tensor, dims: Sequence[int], num_crops: int, *, is_pcm: bool = False) -> Layout:
+    """The layout of `source` (integers, see `as_ints`, unless for PCM), of which up to `num_crops` crops are copied."""
+    item_bytes = 2 if is_pcm else source.element_size()
+    return _lay_out(tuple(source.shape), source.stride(), tuple(dims), num_crops, item_bytes, is_pcm)
+
+
+@functools.lru_cache(1024)
+def _lay_out(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dims: tuple[int, ...],
+    num_crops: int,
+    item_bytes: int,
+    is_pcm: bool,
+) -> Layout:
+    merged: list[tuple[int, int, int]] = []
+    for dim in range(len(shape) - 1, 0, -1):
+        span = dims.index(dim) if dim in dims else -1
+        scale, stride = 1 if span >= 0 else shape[dim], strides[dim]
+        if merged and merged[-1][1] < 0 and stride == merged[-1][0] * merged[-1][2]:
+            scale, stride = scale * merged[-1][0], merged.pop()[2]
+        elif scale == 1 and span < 0:
+            continue
+        merged.append((scale, span, stride))
+    row_bytes = math.prod(shape[1:]) * item_bytes
+    chunk = _CHUNK_BYTES
+    while chunk < row_bytes and num_crops * math.ceil(row_bytes / chunk) > _MAX_CTAS:
+        chunk *= 2
+    scales, spans, merged_strides = zip(*merged, strict=True)
+    return Layout(
+        scales=scales,
+        spans=spans,
+        strides=merged_strides,
+        row_stride=strides[0],
+        sizes=tuple(shape[dim] for dim in dims),
+        fixed=math.prod(scales),
+        vector=UNIT_BYTES // item_bytes,
+        tile=_TILE_BYTES // item_bytes,
+        chunk=chunk // item_bytes,
+        num_chunks=max(1, math.ceil(row_bytes / chunk)),
+        is_pcm=is_pcm,
+    )
+
+
+def as_ints(source: Tensor) -> Tensor:
+    """`source` as a view of integers; an item of 16 bytes becomes two, in a further dim."""
+    source = source.detach().resolve_conj().resolve_neg()
+    if source.element_size() == 16:
+        source = torch.view_as_real(source)
+    return source.view(_INTS[source.element_size()])
+
+
+def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, not on the tensors'."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def _crop_size(crop_ptr, LAYOUT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Items of the crop whose (start, end) of each spanned dim are at `crop_ptr`."""
+    size = (tl.load(crop_ptr + 1) - tl.load(crop_ptr)) * LAYOUT.fixed
+    for k in tl.static_range(1, len(LAYOUT.sizes)):  # pyright: ignore[reportGeneralTypeIssues]
+        size *= tl.load(crop_ptr + 2 * k + 1) - tl.load(crop_ptr + 2 * k)
+    return size
+
+
+def _copy_chunk(source_ptr, target_ptr, crop_ptr, row, chunk, size, LAYOUT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copies chunk `chunk` of a crop of `size` items, padded to whole units; returns how many were NaN, by lane."""
+    source_ptr += row.to(tl.int64) * LAYOUT.row_stride
+    for k in tl.static_range(len(LAYOUT.scales)):  # pyright: ignore[reportGeneralTypeIssues]
+        if LAYOUT.spans[k] >= 0:
+            source_ptr += tl.load(crop_ptr + 2 * LAYOUT.spans[k]) * (LAYOUT.scales[k] * LAYOUT.strides[k])
+    lane = tl.arange(0, LAYOUT.tile)
+    nans = tl.zeros([LAYOUT.tile], tl.int32)
+    tile = chunk.to(tl.int64) * (LAYOUT.chunk // LAYOUT.tile)
+    end = tl.minimum(size, (chunk.to(tl.int64) + 1) * LAYOUT.chunk)
+    while tile * LAYOUT.tile < end:
+        first = tile * LAYOUT.tile  # a product, of which Triton knows that 16 bytes divide it
+        rest = first.to(tl.int32) + lane  # may wrap where the mask is off
+        offset = tl.zeros([LAYOUT.tile], tl.int64)
+        for k in tl.static_range(len(LAYOUT.scales) - 1):  # pyright: ignore[reportGeneralTypeIssues]
+            extent = LAYOUT.scales[k]
+            if LAYOUT.spans[k] >= 0:
+                span_ptr = crop_ptr + 2 * LAYOUT.spans[k]
+                extent = (tl.load(span_ptr + 1) - tl.load(span_ptr)).to(tl.int32) * LAYOUT.scales[k]
+            offset += (rest % extent).to(tl.int64) * LAYOUT.strides[k]
+            rest = rest // extent
+        offset += rest.to(tl.int64) * LAYOUT.strides[-1]
+        values = tl.load(source_ptr + offset, mask=lane < end - first, other=0)
+        if LAYOUT.is_pcm:
+            # The clamp stands between the product and the sum: next to each other they would be fused, and round once.
+            values = values.to(tl.float32) * 32767.0
+            is_nan = values != values  # noqa: PLR0124
+            nans += is_nan.to(tl.int32)
+            values = tl.where(is_nan, 0.0, values)
+            values = tl.minimum(tl.maximum(values, -32767.0), 32767.0)
+            values = ((values + 12582912.0) - 12582912.0).to(tl.int16)  # 1.5 * 2**23: half to even
+        # Whole units: under the exact mask the stores would be of single items.
+        units = (end - first + LAYOUT.vector - 1) // LAYOUT.vector
+        tl.store(target_ptr + first + lane, values, mask=lane < units * LAYOUT.vector)
+        tile += 1
+    return nans
+
+
+def _gather_kernel(source_ptr, target_ptr, table_ptr, LAYOUT: tl.constexpr):  # type: ignore[no-untyped-def]
+    entry_ptr = table_ptr + tl.program_id(0).to(tl.int64) * (2 + 2 * len(LAYOUT.sizes))
+    row = tl.load(entry_ptr)
+    target_ptr += tl.load(entry_ptr + 1) * LAYOUT.vector
+    size = _crop_size(entry_ptr + 2, LAYOUT)
+    _copy_chunk(source_ptr, target_ptr, entry_ptr + 2, row, tl.program_id(1), size, LAYOUT)
+
+
+def gather(source: Tensor, dims: Sequence[int], crops: Sequence[Crop]) -> list[Tensor]:
+    """Copies of crops, each contiguous and in memory of its own, made outside inference mode.
+
+    On CUDA with Triton by one launch on the current stream of the source's device, without a synchronisation.
+
+    Args:
+        source: `[bs, ...]`, any strides.
+        dims: its spanned dims, each of 1 to `source.dim() - 1`.
+        crops: known to lie within the source.
+    """
+    if source.is_cuda and has_triton():
+        return _gather(source, dims, crops)
+    return gather_ref(source, dims, crops)
+
+
+def _gather(source: Tensor, dims: Sequence[int], crops: Sequence[Crop]) -> list[Tensor]:
+    if not crops:
+        return []
+    with torch.inference_mode(False), torch.no_grad(), on_device_of(source):
+        copies = [_allocate(source, dims, extents) for _, extents in crops]
+        items = as_ints(source)
+        layout = lay_out(items, dims, len(crops))
+        # Offsets from one of them, which may be negative: allocations start at 16-byte boundaries.
+        base = copies[0].untyped_storage().data_ptr()
+        table: list[int] = []
+        most = 0
+        for (row, extents), copy in zip(crops, copies, strict=True):
+            table += [row, (copy.untyped_storage().data_ptr() - base) // UNIT_BYTES]
+            table += [word for extent in extents for word in extent]
+            most = max(most, copy.numel() * copy.element_size())
+        num_chunks = math.ceil(most / UNIT_BYTES * layout.vector / layout.chunk)
+        if num_chunks:
+            target = torch.empty(0, dtype=items.dtype, device=source.device).set_(copies[0].untyped_storage())
+            entries = torch.tensor(table, pin_memory=source.is_cuda).to(source.device, non_blocking=True)
+            grid = (len(crops), num_chunks)
+            _load_kernel()[grid](items, target, entries, LAYOUT=layout, num_warps=WARPS)
+    return copies
+
+
+def _allocate(source: Tensor, dims: Sequence[int], extents: tuple[tuple[int, int], ...]) -> Tensor:
+    """Memory for a crop, of whole units. Not a view of anything: such a view could not be changed under autograd."""
+    shape = list(source.shape[1:])
+    for dim, (start, end) in zip(dims, extents, strict=True):
+        shape[dim - 1] = end - start
+    num_units = max(1, math.ceil(math.prod(shape) * source.element_size() / UNIT_BYTES))
+    memory = torch.empty(num_units * UNIT_BYTES, dtype=torch.uint8, device=source.device)
+    return torch.empty(0, dtype=source.dtype, device=source.device).set_(memory.untyped_storage(), 0, shape)
+
+
+def gather_ref(source: Tensor, dims: Sequence[int], crops: Sequence[Crop]) -> list[Tensor]:
+    """`gather` by torch operators, on any device."""
+    if not crops:
+        return []
+    with torch.inference_mode(False), torch.no_grad():
+        views: list[Tensor] = []
+        for row, extents in crops:
+            view = source[row]
+            for dim, (start, end) in zip(dims, extents, strict=True):
+                view = view.narrow(dim - 1, start, end - start)
+            views.append(view)
+        copies = [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in views]
+        torch._foreach_copy_(copies, views)  # pyright: ignore[reportPrivateImportUsage]
+    return copies
