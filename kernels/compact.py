@@ -271,7 +271,7 @@ def _kernel_arguments(
     layouts: list[Layout] = []
     regions: list[_Region] = []
     for j, own_dims in enumerate(_split_dims(spans, dims, max_spans)):
-        source = sources[j].detach() if casts[j] else as_ints(sources[j])
+        source = sources[j].detach().resolve_neg() if casts[j] else as_ints(sources[j])
         layout = lay_out(source, own_dims, bs * max_spans[j], is_pcm=bool(casts[j]))
         ring = rings[ring_of[j]]
         first_cta = regions[-1].end_cta if regions else 0
@@ -339,7 +339,7 @@ def compact_ref(
     num_real = max(0, min(num_rows, status.size(0)))
     columns: list[list[list[int]]] = []
     for j, own_dims in enumerate(_split_dims(spans, dims, max_spans)):
-        source = sources[j].detach() if casts[j] else as_ints(sources[j])
+        source = sources[j].detach().resolve_neg() if casts[j] else as_ints(sources[j])
         ring = rings[ring_of[j]].view(torch.int16 if casts[j] else source.dtype)
         layout = lay_out(source, own_dims, 1, is_pcm=bool(casts[j]))
         first = ring.storage_offset() + slot * ring.size(1) + firsts[j] // UNIT_BYTES * layout.vector

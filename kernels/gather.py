@@ -31,7 +31,13 @@ UNIT_BYTES = 16
 
 WARPS = 4
 
+# Two 16-byte stores a thread and tile, but no more than 16 items a thread: with 32 of one byte, in two spanned dims,
+# sm_90 takes 255 registers. Items of 4 bytes and more take 24 to 48 registers, which leaves the SM full of warps.
 _TILE_BYTES = 4096
+_TILE_ITEMS = 2048
+
+# Not measured on a GPU. Chunks grow with the rows until an output has no more than about so many CTAs: each reads the
+# record, and all rows' spans, before it copies.
 _CHUNK_BYTES = 16384
 _MAX_CTAS = 4096
 
@@ -127,7 +133,7 @@ def _lay_out(
         sizes=tuple(shape[dim] for dim in dims),
         fixed=math.prod(scales),
         vector=UNIT_BYTES // item_bytes,
-        tile=_TILE_BYTES // item_bytes,
+        tile=min(_TILE_BYTES // item_bytes, _TILE_ITEMS),
         chunk=chunk // item_bytes,
         num_chunks=max(1, math.ceil(row_bytes / chunk)),
         is_pcm=is_pcm,
@@ -157,18 +163,20 @@ def _crop_size(crop_ptr, LAYOUT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 def _copy_chunk(source_ptr, target_ptr, crop_ptr, row, chunk, size, LAYOUT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Copies chunk `chunk` of a crop of `size` items, padded to whole units; returns how many were NaN, by lane."""
+    TILE: tl.constexpr = LAYOUT.tile
+    VECTOR: tl.constexpr = LAYOUT.vector
     source_ptr += row.to(tl.int64) * LAYOUT.row_stride
     for k in tl.static_range(len(LAYOUT.scales)):  # pyright: ignore[reportGeneralTypeIssues]
         if LAYOUT.spans[k] >= 0:
             source_ptr += tl.load(crop_ptr + 2 * LAYOUT.spans[k]) * (LAYOUT.scales[k] * LAYOUT.strides[k])
-    lane = tl.arange(0, LAYOUT.tile)
-    nans = tl.zeros([LAYOUT.tile], tl.int32)
-    tile = chunk.to(tl.int64) * (LAYOUT.chunk // LAYOUT.tile)
+    lane = tl.arange(0, TILE)
+    nans = tl.zeros([TILE], tl.int32)
+    tile = chunk.to(tl.int64) * (LAYOUT.chunk // TILE)
     end = tl.minimum(size, (chunk.to(tl.int64) + 1) * LAYOUT.chunk)
-    while tile * LAYOUT.tile < end:
-        first = tile * LAYOUT.tile  # a product, of which Triton knows that 16 bytes divide it
+    while tile * TILE < end:
+        first = tile * TILE  # a product, of which Triton knows that 16 bytes divide it
         rest = first.to(tl.int32) + lane  # may wrap where the mask is off
-        offset = tl.zeros([LAYOUT.tile], tl.int64)
+        offset = tl.zeros([TILE], tl.int64)
         for k in tl.static_range(len(LAYOUT.scales) - 1):  # pyright: ignore[reportGeneralTypeIssues]
             extent = LAYOUT.scales[k]
             if LAYOUT.spans[k] >= 0:
@@ -187,8 +195,8 @@ def _copy_chunk(source_ptr, target_ptr, crop_ptr, row, chunk, size, LAYOUT: tl.c
             values = tl.minimum(tl.maximum(values, -32767.0), 32767.0)
             values = ((values + 12582912.0) - 12582912.0).to(tl.int16)  # 1.5 * 2**23: half to even
         # Whole units: under the exact mask the stores would be of single items.
-        units = (end - first + LAYOUT.vector - 1) // LAYOUT.vector
-        tl.store(target_ptr + first + lane, values, mask=lane < units * LAYOUT.vector)
+        units = (end - first + VECTOR - 1) // VECTOR
+        tl.store(target_ptr + first + lane, values, mask=lane < units * VECTOR)
         tile += 1
     return nans
 

@@ -433,7 +433,9 @@ def interpreted() -> dict[str, str]:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs Triton")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "error", "-W", "ignore:ComplexHalf support is experimental", __file__]
+    # numpy warns of overflow, in products of spans that are bad and of samples that saturate.
+    quiet = ["-W", "error", "-W", "ignore:ComplexHalf support is experimental", "-W", "ignore:overflow encountered"]
+    command = [sys.executable, *quiet, __file__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     failures: dict[str, str] = json.loads(done.stdout)
