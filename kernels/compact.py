@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from spangraph.errors import InputError
-from spangraph.kernels.gather import UNIT_BYTES, WARPS, Layout, as_ints, lay_out, load_copying, on_device_of
+from spangraph.kernels.gather import NUM_THREADS, UNIT_BYTES, Layout, as_ints, lay_out, load_copying, on_device_of
 from spangraph.kernels.stage import CONTROL_WORDS, _check_host_memory, _pack
 
 if TYPE_CHECKING:
@@ -243,7 +243,10 @@ def compact(
         StagingError: Triton is not installed.
     """
     kernel = _load_kernel()
-    arguments, options = _kernel_arguments(sources, spans, rings, ring_of, firsts, capacities, dims, max_spans, casts)
+    hip = torch.version.hip is not None
+    arguments, options = _kernel_arguments(
+        sources, spans, rings, ring_of, firsts, capacities, dims, max_spans, casts, hip=hip
+    )
     num_ctas = options["REGIONS"][-1].end_cta
     if num_ctas == 0:
         return
@@ -264,6 +267,8 @@ def _kernel_arguments(
     dims: Sequence[int],
     max_spans: Sequence[int],
     casts: Sequence[int],
+    *,
+    hip: bool,
 ) -> tuple[tuple[tuple[Tensor, ...], ...], dict[str, Any]]:
     """What `_compact_kernel` takes for the sources, spans and rings; its constants and launch options."""
     bs = sources[0].size(0)
@@ -292,9 +297,9 @@ def _kernel_arguments(
         "ROWS": bs,
         "LAYOUTS": tuple(layouts),
         "REGIONS": tuple(regions),
-        "RECORD_LANES": 32 * WARPS,
+        "RECORD_LANES": NUM_THREADS,
         "ROW_LANES": min(_ROW_LANES, 1 << max(bs - 1, 0).bit_length()),
-        "num_warps": WARPS,
+        "num_warps": NUM_THREADS // (64 if hip else 32),
     }
     return tuple(zip(*columns, strict=True)), options
 

@@ -29,7 +29,8 @@ Crop = tuple[int, tuple[tuple[int, int], ...]]
 UNIT_BYTES = 16
 """The widest store: targets start at multiples of it, and are written in whole units."""
 
-WARPS = 4
+NUM_THREADS = 128
+"""Threads of a CTA. On HIP with its wide waves too, so that a tile has 16 bytes for each."""
 
 # Two 16-byte stores a thread and tile, but no more than 16 items a thread: with 32 of one byte, in two spanned dims,
 # sm_90 takes 255 registers. Items of 4 bytes and more take 24 to 48 registers, which leaves the SM full of warps.
@@ -244,7 +245,8 @@ def _gather(source: Tensor, dims: Sequence[int], crops: Sequence[Crop]) -> list[
             target = torch.empty(0, dtype=items.dtype, device=source.device).set_(copies[0].untyped_storage())
             entries = torch.tensor(table, pin_memory=source.is_cuda).to(source.device, non_blocking=True)
             grid = (len(crops), num_chunks)
-            _load_kernel()[grid](items, target, entries, LAYOUT=layout, num_warps=WARPS)
+            num_warps = NUM_THREADS // (64 if torch.version.hip else 32)
+            _load_kernel()[grid](items, target, entries, LAYOUT=layout, num_warps=num_warps)
     return copies
 
 
