@@ -25,6 +25,8 @@ row's cast met); rows from `num_rows` on are unspecified. If no record matches t
 byte, but for `compact` with a cast: it may zero the counts of NaNs.
 """
 
+# What pyright sees of Triton's constants: no attributes, and no `for` over a static range.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 from __future__ import annotations
 
 import functools
@@ -113,7 +115,7 @@ def _place(  # type: ignore[no-untyped-def]  # Triton parses the annotations
         ahead = tl.zeros([LANES], tl.int64)
         for i in range(MAX_SPANS):
             size = tl.full([LANES], LAYOUT.fixed * 16 // LAYOUT.vector, tl.int64)
-            for k in tl.static_range(len(LAYOUT.sizes)):  # pyright: ignore[reportGeneralTypeIssues]
+            for k in tl.static_range(len(LAYOUT.sizes)):
                 word_ptr = spans_ptr + ((rows.to(tl.int64) * MAX_SPANS + i) * len(LAYOUT.sizes) + k) * 2
                 start = tl.load(word_ptr, mask=rows < num_rows, other=0)
                 end = tl.load(word_ptr + 1, mask=rows < num_rows, other=0)
@@ -198,7 +200,7 @@ def _compact_kernel(  # type: ignore[no-untyped-def]
     slot = tl.sum(tl.where(lane == 4, record, 0))
     cta = tl.program_id(0)
     if (generation == cursor + 1) & (owner == graph) & (slot >= 0) & (slot < NUM_SLOTS):
-        for j in tl.static_range(len(REGIONS)):  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType]
+        for j in tl.static_range(len(REGIONS)):
             if (cta >= REGIONS[j].first_cta) & (cta < REGIONS[j].end_cta):
                 _compact_output(
                     source_ptrs[j],

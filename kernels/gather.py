@@ -4,6 +4,8 @@ A crop is the part of one row of a source `[bs, ...]` that lies within a (start,
 has checked them; `compact` copies those that it checks on the device.
 """
 
+# What pyright sees of Triton's constants: no attributes, and no `for` over a static range.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 from __future__ import annotations
 
 import contextlib
@@ -157,7 +159,7 @@ def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
 def _crop_size(crop_ptr, LAYOUT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Items of the crop whose (start, end) of each spanned dim are at `crop_ptr`."""
     size = (tl.load(crop_ptr + 1) - tl.load(crop_ptr)) * LAYOUT.fixed
-    for k in tl.static_range(1, len(LAYOUT.sizes)):  # pyright: ignore[reportGeneralTypeIssues]
+    for k in tl.static_range(1, len(LAYOUT.sizes)):
         size *= tl.load(crop_ptr + 2 * k + 1) - tl.load(crop_ptr + 2 * k)
     return size
 
@@ -167,7 +169,7 @@ def _copy_chunk(source_ptr, target_ptr, crop_ptr, row, chunk, size, LAYOUT: tl.c
     TILE: tl.constexpr = LAYOUT.tile
     VECTOR: tl.constexpr = LAYOUT.vector
     source_ptr += row.to(tl.int64) * LAYOUT.row_stride
-    for k in tl.static_range(len(LAYOUT.scales)):  # pyright: ignore[reportGeneralTypeIssues]
+    for k in tl.static_range(len(LAYOUT.scales)):
         if LAYOUT.spans[k] >= 0:
             source_ptr += tl.load(crop_ptr + 2 * LAYOUT.spans[k]) * (LAYOUT.scales[k] * LAYOUT.strides[k])
     lane = tl.arange(0, TILE)
@@ -178,7 +180,7 @@ def _copy_chunk(source_ptr, target_ptr, crop_ptr, row, chunk, size, LAYOUT: tl.c
         first = tile * TILE  # a product, of which Triton knows that 16 bytes divide it
         rest = first.to(tl.int32) + lane  # may wrap where the mask is off
         offset = tl.zeros([TILE], tl.int64)
-        for k in tl.static_range(len(LAYOUT.scales) - 1):  # pyright: ignore[reportGeneralTypeIssues]
+        for k in tl.static_range(len(LAYOUT.scales) - 1):
             extent = LAYOUT.scales[k]
             if LAYOUT.spans[k] >= 0:
                 span_ptr = crop_ptr + 2 * LAYOUT.spans[k]
@@ -256,8 +258,8 @@ def _allocate(source: Tensor, dims: Sequence[int], extents: tuple[tuple[int, int
     for dim, (start, end) in zip(dims, extents, strict=True):
         shape[dim - 1] = end - start
     num_units = max(1, math.ceil(math.prod(shape) * source.element_size() / UNIT_BYTES))
-    memory = torch.empty(num_units * UNIT_BYTES, dtype=torch.uint8, device=source.device)
-    return torch.empty(0, dtype=source.dtype, device=source.device).set_(memory.untyped_storage(), 0, shape)
+    num_items = num_units * UNIT_BYTES // source.element_size()
+    return torch.empty(num_items, dtype=source.dtype, device=source.device).resize_(shape)
 
 
 def gather_ref(source: Tensor, dims: Sequence[int], crops: Sequence[Crop]) -> list[Tensor]:

@@ -250,7 +250,7 @@ class Case:
         if source.layout == "flat":
             return make(source.dtype, (*outer, 1)).expand(shape)
         packed = make(source.dtype, shape)
-        return {"packed": packed, "conj": packed.conj(), "neg": torch._neg_view(packed)}[source.layout]
+        return {"packed": packed, "conj": packed.conj(), "neg": torch._neg_view(packed)}[source.layout]  # pyright: ignore
 
     def _spans(self, source: Source) -> Tensor:
         kind, rng = self.scenario.spans, self.rng

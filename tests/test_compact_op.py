@@ -335,7 +335,8 @@ def test_importing_leaves_triton_alone_and_works_without_it(tmp_path: Path) -> N
         assert gather(torch.ones(2, 3), (1,), [(1, ((0, 2),))])[0].tolist() == [1, 1]
         zeros = torch.zeros(2, 6, dtype=torch.int64)
         control = zeros[:, :5]
-        arguments = [zeros[0, :1], control, [zeros], [zeros[:, :2]], [zeros], zeros[:, :3], 0, *([[0]] * 3), [1], [1], [0]]
+        tensors = [zeros[0, :1], control, [zeros], [zeros[:, :2]], [zeros], zeros[:, :3]]
+        arguments = [*tensors, 0, [0], [0], [0], [1], [1], [0]]
         torch.ops.spangraph.compact(*arguments)
         try:
             compact(*arguments)
