@@ -20,9 +20,9 @@ The arguments, one of each list for every output `j`:
 A matching launch copies the crops of the rows below `num_rows`, row by row and span by span, each to the next 16-byte
 boundary of the output's region, and fills up its last 16 bytes with zeros. A row with a span that fails
 `0 <= start <= end <= size` takes no room. If the crops of an output exceed its region, none of them is copied. Then
-`status[row, j]` is (generation, the row's offset in 16-byte units or -1 for an output that did not fit, NaNs that the
-row's cast met); rows from `num_rows` on are unspecified. If no record matches the call is a dry run, which changes no
-byte, but for `compact` with a cast: it may zero the counts of NaNs.
+`status[row, j]` is (generation, the row's offset in 16-byte units or -1 for an output that did not fit, NaNs that its
+cast met or 0 where nothing was copied); rows from `num_rows` on are unspecified. If no record matches the call is a dry
+run, which changes no byte, but for `compact` with a cast: it may zero the counts of NaNs.
 """
 
 # What pyright sees of Triton's constants: no attributes, and no `for` over a static range.
@@ -40,7 +40,16 @@ import torch
 from torch import Tensor
 
 from spangraph.errors import InputError
-from spangraph.kernels.gather import NUM_THREADS, UNIT_BYTES, Layout, as_ints, lay_out, load_copying, on_device_of
+from spangraph.kernels.gather import (
+    NUM_THREADS,
+    UNIT_BYTES,
+    Layout,
+    as_ints,
+    lay_out,
+    load_copying,
+    load_once,
+    on_device_of,
+)
 from spangraph.kernels.stage import CONTROL_WORDS, _check_host_memory, _pack
 
 if TYPE_CHECKING:
@@ -54,7 +63,7 @@ COPY_WORDS = 3
 
 NO_CAST, PCM16 = 0, 1
 
-# Words of all rows' spans that a CTA reads at a time, by two tensors of this length.
+# Rows whose spans a CTA reads at a time, two a thread.
 _ROW_LANES = 256
 
 # Flat indices within a row are 32-bit.
@@ -64,7 +73,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DTYPES = re.compile(r"torch\.(bool|u?int(8|16|32|64)|b?float(8|16|32|64)(_e\dm\d\w*)?|complex\d+)")
 
 
-@functools.cache
+@load_once
 def _load_kernel() -> Any:
     """The jitted `_compact_kernel`; imports Triton at the first call."""
     helpers = load_copying()
@@ -144,6 +153,7 @@ def _compact_output(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
 ):
+    """One CTA's part of output `J`: a chunk of a crop, and for the row's first one the row's status."""
     LAYOUT: tl.constexpr = LAYOUTS[J]
     REGION: tl.constexpr = REGIONS[J]
     chunk = (tl.program_id(0) - REGION.first_cta) % REGION.num_chunks

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,18 @@ _MAX_CTAS = 4096
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-@functools.cache
+def load_once(load: Callable[[], Any]) -> Callable[[], Any]:
+    """`load` that runs once, whatever threads call it: it replaces globals that kernels call by jitted functions."""
+    lock, cached = threading.Lock(), functools.cache(load)
+
+    def get() -> Any:
+        with lock:
+            return cached()
+
+    return get
+
+
+@load_once
 def load_copying() -> tuple[Any, Any]:
     """The jitted `_crop_size` and `_copy_chunk`; imports Triton at the first call."""
     if not has_triton():
@@ -59,7 +71,7 @@ def load_copying() -> tuple[Any, Any]:
     return triton.jit(_crop_size), triton.jit(_copy_chunk)
 
 
-@functools.cache
+@load_once
 def _load_kernel() -> Any:
     """The jitted `_gather_kernel`."""
     helpers = load_copying()
