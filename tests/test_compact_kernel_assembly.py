@@ -152,6 +152,14 @@ def test_a_cast_rounds_its_product(case: str, compiled: Compiled) -> None:
     assert counts["FFMA"] == 0
 
 
+@pytest.mark.parametrize("case", CASTS)
+def test_a_cast_silences_nans_by_selection(case: str, compiled: Compiled) -> None:
+    """The minimum and maximum of a GPU drop a NaN, so that it would become -32767; interpreted ones keep it."""
+    selections = _count(r"selp\.\w+", compiled[f"90 {case}"]["assembly"])
+    assert selections["selp.b16"] >= 16
+    assert selections["selp.b32"] >= 16  # what counts them
+
+
 @pytest.mark.parametrize("target", CUDA_TARGETS + HIP_TARGETS)
 def test_the_record_is_read_once_and_at_system_scope(target: str, compiled: Compiled) -> None:
     """One request over the link for a CTA: the words of a record in as many lanes, masked off in all other warps."""
