@@ -262,7 +262,7 @@ class Case:
                     size = source.shape[dim - 1]
                     ends = {"full": [0, size], "empty": [size, size]}.get(kind)
                     own += ends or sorted(rng.choices(range(size + 1), k=2))
-            if row >= self.scenario.num_rows:
+            if row >= self.scenario.num_rows and rng.random() < 0.5:  # else stale ones, as good as any
                 own = rng.choices(WILD, k=len(own))
             elif kind == "bad" and rng.random() < 0.5:
                 i = rng.randrange(len(own))
