@@ -20,11 +20,13 @@ The arguments, one of each list for every output `j`:
 A matching launch copies the crops of the rows below `num_rows`, row by row and span by span, each to the next 16-byte
 boundary of the output's region, and fills up its last 16 bytes with zeros. A row with a span that fails
 `0 <= start <= end <= size` takes no room. If the crops of an output exceed its region, none of them is copied. Then
-`status[row, j]` is (generation, the row's offset in 16-byte units or -1 for an output that did not fit, NaNs that the
-row's cast met); rows from `num_rows` on are unspecified. If no record matches the call is a dry run, which changes no
-byte, but for `compact` with a cast: it may zero the counts of NaNs.
+`status[row, j]` is (generation, the row's offset in 16-byte units or -1 for an output that did not fit, NaNs that its
+cast met or 0 where nothing was copied); rows from `num_rows` on are unspecified. If no record matches the call is a dry
+run, which changes no byte, but for `compact` with a cast: it may zero the counts of NaNs.
 """
 
+# What pyright sees of Triton's constants: no attributes, and no `for` over a static range.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 from __future__ import annotations
 
 import functools
@@ -38,7 +40,16 @@ import torch
 from torch import Tensor
 
 from spangraph.errors import InputError
-from spangraph.kernels.gather import UNIT_BYTES, WARPS, Layout, as_ints, lay_out, load_copying, on_device_of
+from spangraph.kernels.gather import (
+    NUM_THREADS,
+    UNIT_BYTES,
+    Layout,
+    as_ints,
+    lay_out,
+    load_copying,
+    load_once,
+    on_device_of,
+)
 from spangraph.kernels.stage import CONTROL_WORDS, _check_host_memory, _pack
 
 if TYPE_CHECKING:
@@ -52,7 +63,7 @@ COPY_WORDS = 3
 
 NO_CAST, PCM16 = 0, 1
 
-# Words of all rows' spans that a CTA reads at a time, by two tensors of this length.
+# Rows whose spans a CTA reads at a time, two a thread.
 _ROW_LANES = 256
 
 # Flat indices within a row are 32-bit.
@@ -62,7 +73,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DTYPES = re.compile(r"torch\.(bool|u?int(8|16|32|64)|b?float(8|16|32|64)(_e\dm\d\w*)?|complex\d+)")
 
 
-@functools.cache
+@load_once
 def _load_kernel() -> Any:
     """The jitted `_compact_kernel`; imports Triton at the first call."""
     helpers = load_copying()
@@ -113,7 +124,7 @@ def _place(  # type: ignore[no-untyped-def]  # Triton parses the annotations
         ahead = tl.zeros([LANES], tl.int64)
         for i in range(MAX_SPANS):
             size = tl.full([LANES], LAYOUT.fixed * 16 // LAYOUT.vector, tl.int64)
-            for k in tl.static_range(len(LAYOUT.sizes)):  # pyright: ignore[reportGeneralTypeIssues]
+            for k in tl.static_range(len(LAYOUT.sizes)):
                 word_ptr = spans_ptr + ((rows.to(tl.int64) * MAX_SPANS + i) * len(LAYOUT.sizes) + k) * 2
                 start = tl.load(word_ptr, mask=rows < num_rows, other=0)
                 end = tl.load(word_ptr + 1, mask=rows < num_rows, other=0)
@@ -142,6 +153,7 @@ def _compact_output(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
 ):
+    """One CTA's part of output `J`: a chunk of a crop, and for the row's first one the row's status."""
     LAYOUT: tl.constexpr = LAYOUTS[J]
     REGION: tl.constexpr = REGIONS[J]
     chunk = (tl.program_id(0) - REGION.first_cta) % REGION.num_chunks
@@ -198,7 +210,7 @@ def _compact_kernel(  # type: ignore[no-untyped-def]
     slot = tl.sum(tl.where(lane == 4, record, 0))
     cta = tl.program_id(0)
     if (generation == cursor + 1) & (owner == graph) & (slot >= 0) & (slot < NUM_SLOTS):
-        for j in tl.static_range(len(REGIONS)):  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType]
+        for j in tl.static_range(len(REGIONS)):
             if (cta >= REGIONS[j].first_cta) & (cta < REGIONS[j].end_cta):
                 _compact_output(
                     source_ptrs[j],
@@ -243,7 +255,10 @@ def compact(
         StagingError: Triton is not installed.
     """
     kernel = _load_kernel()
-    arguments, options = _kernel_arguments(sources, spans, rings, ring_of, firsts, capacities, dims, max_spans, casts)
+    hip = torch.version.hip is not None
+    arguments, options = _kernel_arguments(
+        sources, spans, rings, ring_of, firsts, capacities, dims, max_spans, casts, hip=hip
+    )
     num_ctas = options["REGIONS"][-1].end_cta
     if num_ctas == 0:
         return
@@ -264,6 +279,8 @@ def _kernel_arguments(
     dims: Sequence[int],
     max_spans: Sequence[int],
     casts: Sequence[int],
+    *,
+    hip: bool,
 ) -> tuple[tuple[tuple[Tensor, ...], ...], dict[str, Any]]:
     """What `_compact_kernel` takes for the sources, spans and rings; its constants and launch options."""
     bs = sources[0].size(0)
@@ -271,7 +288,7 @@ def _kernel_arguments(
     layouts: list[Layout] = []
     regions: list[_Region] = []
     for j, own_dims in enumerate(_split_dims(spans, dims, max_spans)):
-        source = sources[j].detach() if casts[j] else as_ints(sources[j])
+        source = sources[j].detach().resolve_neg() if casts[j] else as_ints(sources[j])
         layout = lay_out(source, own_dims, bs * max_spans[j], is_pcm=bool(casts[j]))
         ring = rings[ring_of[j]]
         first_cta = regions[-1].end_cta if regions else 0
@@ -292,9 +309,9 @@ def _kernel_arguments(
         "ROWS": bs,
         "LAYOUTS": tuple(layouts),
         "REGIONS": tuple(regions),
-        "RECORD_LANES": 32 * WARPS,
+        "RECORD_LANES": NUM_THREADS,
         "ROW_LANES": min(_ROW_LANES, 1 << max(bs - 1, 0).bit_length()),
-        "num_warps": WARPS,
+        "num_warps": NUM_THREADS // (64 if hip else 32),
     }
     return tuple(zip(*columns, strict=True)), options
 
@@ -339,7 +356,7 @@ def compact_ref(
     num_real = max(0, min(num_rows, status.size(0)))
     columns: list[list[list[int]]] = []
     for j, own_dims in enumerate(_split_dims(spans, dims, max_spans)):
-        source = sources[j].detach() if casts[j] else as_ints(sources[j])
+        source = sources[j].detach().resolve_neg() if casts[j] else as_ints(sources[j])
         ring = rings[ring_of[j]].view(torch.int16 if casts[j] else source.dtype)
         layout = lay_out(source, own_dims, 1, is_pcm=bool(casts[j]))
         first = ring.storage_offset() + slot * ring.size(1) + firsts[j] // UNIT_BYTES * layout.vector

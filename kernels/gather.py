@@ -4,12 +4,15 @@ A crop is the part of one row of a source `[bs, ...]` that lies within a (start,
 has checked them; `compact` copies those that it checks on the device.
 """
 
+# What pyright sees of Triton's constants: no attributes, and no `for` over a static range.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 from __future__ import annotations
 
 import contextlib
 import functools
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,16 +32,34 @@ Crop = tuple[int, tuple[tuple[int, int], ...]]
 UNIT_BYTES = 16
 """The widest store: targets start at multiples of it, and are written in whole units."""
 
-WARPS = 4
+NUM_THREADS = 128
+"""Threads of a CTA. On HIP with its wide waves too, so that a tile has 16 bytes for each."""
 
+# Two 16-byte stores a thread and tile, but no more than 16 items a thread: with 32 of one byte, in two spanned dims,
+# sm_90 takes 255 registers. Items of 4 bytes and more take 24 to 48 registers, which leaves the SM full of warps.
 _TILE_BYTES = 4096
+_TILE_ITEMS = 2048
+
+# Not measured on a GPU. Chunks grow with the rows until an output has no more than about so many CTAs: each reads the
+# record, and all rows' spans, before it copies.
 _CHUNK_BYTES = 16384
 _MAX_CTAS = 4096
 
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-@functools.cache
+def load_once(load: Callable[[], Any]) -> Callable[[], Any]:
+    """`load` that runs once, whatever threads call it: it replaces globals that kernels call by jitted functions."""
+    lock, cached = threading.Lock(), functools.cache(load)
+
+    def get() -> Any:
+        with lock:
+            return cached()
+
+    return get
+
+
+@load_once
 def load_copying() -> tuple[Any, Any]:
     """The jitted `_crop_size` and `_copy_chunk`; imports Triton at the first call."""
     if not has_triton():
@@ -50,7 +71,7 @@ def load_copying() -> tuple[Any, Any]:
     return triton.jit(_crop_size), triton.jit(_copy_chunk)
 
 
-@functools.cache
+@load_once
 def _load_kernel() -> Any:
     """The jitted `_gather_kernel`."""
     helpers = load_copying()
@@ -127,7 +148,7 @@ def _lay_out(
         sizes=tuple(shape[dim] for dim in dims),
         fixed=math.prod(scales),
         vector=UNIT_BYTES // item_bytes,
-        tile=_TILE_BYTES // item_bytes,
+        tile=min(_TILE_BYTES // item_bytes, _TILE_ITEMS),
         chunk=chunk // item_bytes,
         num_chunks=max(1, math.ceil(row_bytes / chunk)),
         is_pcm=is_pcm,
@@ -150,26 +171,28 @@ def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
 def _crop_size(crop_ptr, LAYOUT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Items of the crop whose (start, end) of each spanned dim are at `crop_ptr`."""
     size = (tl.load(crop_ptr + 1) - tl.load(crop_ptr)) * LAYOUT.fixed
-    for k in tl.static_range(1, len(LAYOUT.sizes)):  # pyright: ignore[reportGeneralTypeIssues]
+    for k in tl.static_range(1, len(LAYOUT.sizes)):
         size *= tl.load(crop_ptr + 2 * k + 1) - tl.load(crop_ptr + 2 * k)
     return size
 
 
 def _copy_chunk(source_ptr, target_ptr, crop_ptr, row, chunk, size, LAYOUT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Copies chunk `chunk` of a crop of `size` items, padded to whole units; returns how many were NaN, by lane."""
+    TILE: tl.constexpr = LAYOUT.tile
+    VECTOR: tl.constexpr = LAYOUT.vector
     source_ptr += row.to(tl.int64) * LAYOUT.row_stride
-    for k in tl.static_range(len(LAYOUT.scales)):  # pyright: ignore[reportGeneralTypeIssues]
+    for k in tl.static_range(len(LAYOUT.scales)):
         if LAYOUT.spans[k] >= 0:
             source_ptr += tl.load(crop_ptr + 2 * LAYOUT.spans[k]) * (LAYOUT.scales[k] * LAYOUT.strides[k])
-    lane = tl.arange(0, LAYOUT.tile)
-    nans = tl.zeros([LAYOUT.tile], tl.int32)
-    tile = chunk.to(tl.int64) * (LAYOUT.chunk // LAYOUT.tile)
+    lane = tl.arange(0, TILE)
+    nans = tl.zeros([TILE], tl.int32)
+    tile = chunk.to(tl.int64) * (LAYOUT.chunk // TILE)
     end = tl.minimum(size, (chunk.to(tl.int64) + 1) * LAYOUT.chunk)
-    while tile * LAYOUT.tile < end:
-        first = tile * LAYOUT.tile  # a product, of which Triton knows that 16 bytes divide it
+    while tile * TILE < end:
+        first = tile * TILE  # a product, of which Triton knows that 16 bytes divide it
         rest = first.to(tl.int32) + lane  # may wrap where the mask is off
-        offset = tl.zeros([LAYOUT.tile], tl.int64)
-        for k in tl.static_range(len(LAYOUT.scales) - 1):  # pyright: ignore[reportGeneralTypeIssues]
+        offset = tl.zeros([TILE], tl.int64)
+        for k in tl.static_range(len(LAYOUT.scales) - 1):
             extent = LAYOUT.scales[k]
             if LAYOUT.spans[k] >= 0:
                 span_ptr = crop_ptr + 2 * LAYOUT.spans[k]
@@ -187,8 +210,8 @@ def _copy_chunk(source_ptr, target_ptr, crop_ptr, row, chunk, size, LAYOUT: tl.c
             values = tl.minimum(tl.maximum(values, -32767.0), 32767.0)
             values = ((values + 12582912.0) - 12582912.0).to(tl.int16)  # 1.5 * 2**23: half to even
         # Whole units: under the exact mask the stores would be of single items.
-        units = (end - first + LAYOUT.vector - 1) // LAYOUT.vector
-        tl.store(target_ptr + first + lane, values, mask=lane < units * LAYOUT.vector)
+        units = (end - first + VECTOR - 1) // VECTOR
+        tl.store(target_ptr + first + lane, values, mask=lane < units * VECTOR)
         tile += 1
     return nans
 
@@ -236,7 +259,8 @@ def _gather(source: Tensor, dims: Sequence[int], crops: Sequence[Crop]) -> list[
             target = torch.empty(0, dtype=items.dtype, device=source.device).set_(copies[0].untyped_storage())
             entries = torch.tensor(table, pin_memory=source.is_cuda).to(source.device, non_blocking=True)
             grid = (len(crops), num_chunks)
-            _load_kernel()[grid](items, target, entries, LAYOUT=layout, num_warps=WARPS)
+            num_warps = NUM_THREADS // (64 if torch.version.hip else 32)
+            _load_kernel()[grid](items, target, entries, LAYOUT=layout, num_warps=num_warps)
     return copies
 
 
@@ -246,8 +270,8 @@ def _allocate(source: Tensor, dims: Sequence[int], extents: tuple[tuple[int, int
     for dim, (start, end) in zip(dims, extents, strict=True):
         shape[dim - 1] = end - start
     num_units = max(1, math.ceil(math.prod(shape) * source.element_size() / UNIT_BYTES))
-    memory = torch.empty(num_units * UNIT_BYTES, dtype=torch.uint8, device=source.device)
-    return torch.empty(0, dtype=source.dtype, device=source.device).set_(memory.untyped_storage(), 0, shape)
+    num_items = num_units * UNIT_BYTES // source.element_size()
+    return torch.empty(num_items, dtype=source.dtype, device=source.device).resize_(shape)
 
 
 def gather_ref(source: Tensor, dims: Sequence[int], crops: Sequence[Crop]) -> list[Tensor]:
@@ -262,7 +286,7 @@ def gather_ref(source: Tensor, dims: Sequence[int], crops: Sequence[Crop]) -> li
 
 
 def clone_each(views: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of tensors, made together, each in memory of its own."""
+    """Copies of tensors, made together, each contiguous and in memory of its own."""
     if not views:
         return []
     with torch.inference_mode(False), torch.no_grad():
