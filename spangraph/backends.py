@@ -125,6 +125,10 @@ class Backend(ABC):
     def copy_in(self, static: Tensor, value: Tensor) -> None:
         """Enqueue `static.copy_(value)` on the current stream."""
 
+    def fill(self, static: Tensor, value: int) -> None:
+        """Enqueue `static.fill_(value)` on the current stream."""
+        static.fill_(value)
+
     def enqueue(self, fn: Callable[[], object]) -> None:
         """Run what cannot be captured on the current stream."""
         fn()

@@ -220,8 +220,7 @@ class Ring:
         where a step of the same graph is in flight, whose record it would take for its own."""
         is_shared = self.backend.static and not (tail.holds_outputs or tail.may_overflow)
         if self._cursor_in_doubt or (is_shared and tail.columns and self._done < self._next - 1):
-            launched = self._next - 1
-            self.backend.enqueue(lambda: self.cursor.fill_(launched))
+            self.backend.fill(self.cursor, self._next - 1)
             self._cursor_in_doubt = False
 
     def _order(self) -> None:

@@ -478,6 +478,9 @@ class SimulatedDevice(Backend):
 
         self.launch(copy)
 
+    def fill(self, static: Tensor, value: int) -> None:
+        self.launch(lambda: static.fill_(value))
+
     def enqueue(self, fn: Callable[[], object]) -> None:
         def run() -> None:
             with self._pinned_lock:

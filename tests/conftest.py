@@ -22,6 +22,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
                 terminalreporter.write_line(f"{report.nodeid.partition('::')[2]}: {value}")
 
 
+@pytest.fixture(params=["view", "device", "host"])
+def each_lifetime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets rows of `rig.Engine` live in the graph's output, or in a ring."""
+    from .rig import Engine
+
+    monkeypatch.setattr(Engine, "lifetime", request.param)
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Small networks: threads that wait for each other take many times as long as one, on a busy machine."""

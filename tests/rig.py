@@ -6,12 +6,16 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor
 
 from spangraph import Copy, Rows, Span, SpannedOutput, SpanStager, Step
 from spangraph.ring import Ring
 from spangraph.testing import Pool, SimulatedDevice, SimulatedGraph
+
+# The test runs once with rows that are views, and once for each kind of copy.
+EACH_LIFETIME = pytest.mark.usefixtures("each_lifetime")
 
 # What one `Engine.launch` enqueues that `SimulatedDevice.let` counts: the input copy and the replay.
 KERNELS_PER_LAUNCH = 2

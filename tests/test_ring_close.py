@@ -10,9 +10,10 @@ import torch
 from spangraph import ClosedError, SpanStager
 from spangraph.testing import SimulatedDevice
 
-from .rig import Batch, Engine, Lane, assert_rows
+from .rig import EACH_LIFETIME, Batch, Engine, Lane, assert_rows
 
 
+@EACH_LIFETIME
 def test_closing_drains() -> None:
     engine = Engine(depth=2)
     engine.device.hold()
@@ -26,6 +27,7 @@ def test_closing_drains() -> None:
     assert all(step.is_done for step in steps)
 
 
+@EACH_LIFETIME
 def test_open_steps_can_be_read_after_the_close() -> None:
     engine = Engine(depth=2)
     batches = Batch.random(), Batch.random()
@@ -38,6 +40,7 @@ def test_open_steps_can_be_read_after_the_close() -> None:
             assert_rows(step.rows(), batch.rows())
 
 
+@EACH_LIFETIME
 @pytest.mark.parametrize("wait", [False, True])
 def test_no_launch_after_the_close(wait: bool) -> None:
     with Engine().stager as stager:
@@ -49,6 +52,7 @@ def test_no_launch_after_the_close(wait: bool) -> None:
         pass
 
 
+@EACH_LIFETIME
 def test_a_launcher_that_waits_for_room_is_told_of_the_close() -> None:
     engine = Engine()
     step = engine.launch(Batch.random())
@@ -68,6 +72,7 @@ def test_a_launcher_that_waits_for_room_is_told_of_the_close() -> None:
     step.wait()
 
 
+@EACH_LIFETIME
 def test_one_stager_s_end_is_not_the_other_s() -> None:
     device = SimulatedDevice()
     first, second = Engine(device), Engine(device)
@@ -76,6 +81,7 @@ def test_one_stager_s_end_is_not_the_other_s() -> None:
     assert_rows(second.launch(batch).rows(), batch.rows())
 
 
+@EACH_LIFETIME
 def test_a_stager_that_nobody_holds_is_freed_with_its_memory() -> None:
     engine = Engine(depth=2)
     engine.launch(Batch.random()).rows()
@@ -90,6 +96,7 @@ def test_a_stager_that_nobody_holds_is_freed_with_its_memory() -> None:
     SpanStager({}, max_rows=1, row_values=["token"], device=device)
 
 
+@EACH_LIFETIME
 def test_a_step_keeps_what_it_needs() -> None:
     """Steps outlive the stager and the graph that they came from."""
     engine = Engine()

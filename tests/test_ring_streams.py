@@ -10,7 +10,7 @@ from torch import Tensor
 from spangraph import RingFullError, Step, StepTimeoutError
 from spangraph.testing import SimulatedDevice, SimulatedStream
 
-from .rig import Batch, Engine, assert_rows
+from .rig import EACH_LIFETIME, Batch, Engine, assert_rows
 
 
 class Consumer:
@@ -45,6 +45,7 @@ def assert_held(step: Step) -> None:
         step.wait(timeout=0.03)
 
 
+@EACH_LIFETIME
 def test_a_launch_waits_on_the_device_for_the_stream_that_released() -> None:
     """K40: output re-used while a consumer's kernel on another stream still reads it."""
     engine = Engine()
@@ -58,6 +59,7 @@ def test_a_launch_waits_on_the_device_for_the_stream_that_released() -> None:
     assert_rows(later.rows(), second.rows())
 
 
+@EACH_LIFETIME
 def test_rows_read_on_one_stream_and_released_on_another() -> None:
     """K40 where `release()` is called by the launching thread: the stream that asked for the rows counts too."""
     engine = Engine()
@@ -72,6 +74,7 @@ def test_rows_read_on_one_stream_and_released_on_another() -> None:
     assert_rows(later.rows(), second.rows())
 
 
+@EACH_LIFETIME
 def test_a_step_that_is_dropped_after_its_rows_went_to_another_stream() -> None:
     """K40 without a release: the finaliser records nothing, but the next launch knows who asked for rows."""
     engine = Engine()
@@ -86,6 +89,7 @@ def test_a_step_that_is_dropped_after_its_rows_went_to_another_stream() -> None:
     assert_rows(later.rows(), second.rows())
 
 
+@EACH_LIFETIME
 def test_a_launch_does_not_wait_for_streams_that_read_nothing() -> None:
     """The mirrored case: other work on other streams is none of its business."""
     engine = Engine()
@@ -97,6 +101,7 @@ def test_a_launch_does_not_wait_for_streams_that_read_nothing() -> None:
     consumer.finish()
 
 
+@EACH_LIFETIME
 def test_released_rows_are_poisoned_behind_their_readers() -> None:
     """A view that is kept past its release must not look right; nor may the poison reach what comes after."""
     engine = Engine()
@@ -113,6 +118,7 @@ def test_released_rows_are_poisoned_behind_their_readers() -> None:
                 assert_rows(step.rows(), batch.rows())
 
 
+@EACH_LIFETIME
 def test_poison_from_another_stream_does_not_hit_the_next_launch() -> None:
     """The poison is enqueued where the step was released; a launch elsewhere must come after it."""
     engine = Engine()
@@ -151,6 +157,7 @@ def test_a_refused_launch_does_not_lose_the_poison_of_a_dropped_step() -> None:
     leased.release()
 
 
+@EACH_LIFETIME
 def test_launches_on_different_streams_keep_their_order() -> None:
     """A launch on another stream than the last one first waits on the previous step's event: the cursor, the graphs'
     inputs and the model's state have one order."""
@@ -173,6 +180,7 @@ def test_launches_on_different_streams_keep_their_order() -> None:
     assert engine.ring.cursor.item() == 3
 
 
+@EACH_LIFETIME
 def test_an_abort_on_one_stream_and_a_launch_on_another() -> None:
     engine = Engine(depth=2)
     batch = Batch.random()
@@ -203,6 +211,7 @@ def test_a_failed_wait_is_settled_in_stream_order() -> None:
         lost_too.rows()
 
 
+@EACH_LIFETIME
 def test_settling_the_cursor_does_not_overtake_steps_in_flight() -> None:
     """The mirrored case: the wait failed, but the step was staged; so is the next one, on the stream that is behind."""
     engine = Engine(depth=3)
@@ -221,6 +230,7 @@ def test_settling_the_cursor_does_not_overtake_steps_in_flight() -> None:
     assert_rows(third.rows(), batches[2].rows())
 
 
+@EACH_LIFETIME
 @pytest.mark.parametrize("streams", ["one stream", "a stream each"])
 def test_two_threads_launch_and_read(streams: str) -> None:
     """Several engine threads share a stager; each sees its own rows, whatever the interleaving."""
@@ -248,6 +258,7 @@ def test_two_threads_launch_and_read(streams: str) -> None:
     assert engine.ring.cursor.item() == 80
 
 
+@EACH_LIFETIME
 def test_one_thread_launches_and_another_reads_and_releases() -> None:
     engine = Engine(depth=3)
     with ThreadPoolExecutor(1) as reader:

@@ -45,6 +45,9 @@ class SlowBackend(InlineBackend):
         super().__init__()
         self.queue: deque[Work] = deque()
 
+    def fill(self, static: torch.Tensor, value: int) -> None:
+        self.enqueue(lambda: static.fill_(value))
+
     def enqueue(self, fn: Callable[[], object]) -> None:
         self.queue.append(Work(fn))
 

@@ -10,7 +10,7 @@ import torch
 from spangraph import InputError, StepStateError, StepTimeoutError
 from spangraph.testing import SimulatedDevice
 
-from .rig import KERNELS_PER_LAUNCH, Batch, Engine, assert_rows
+from .rig import EACH_LIFETIME, KERNELS_PER_LAUNCH, Batch, Engine, assert_rows
 
 KINDS = ["block", "spin", "header"]
 
@@ -22,6 +22,7 @@ class UnorderedDevice(SimulatedDevice):
     ordered_header = False
 
 
+@EACH_LIFETIME
 @pytest.mark.parametrize("wait", KINDS)
 def test_nothing_can_be_read_before_it_landed(wait: str) -> None:
     """K11: pinned values read before the copy landed. There is no read without a wait."""
@@ -36,6 +37,7 @@ def test_nothing_can_be_read_before_it_landed(wait: str) -> None:
     assert_rows(step.rows(), batch.rows("abcd"))
 
 
+@EACH_LIFETIME
 @pytest.mark.parametrize("wait", KINDS)
 @pytest.mark.parametrize("timeout", [None, 60.0, float("inf")])
 def test_kinds_of_wait_read_the_same(wait: str, timeout: float | None) -> None:
@@ -77,6 +79,7 @@ def test_a_step_that_never_ends_is_reported_with_the_ring_state() -> None:
     assert_rows(step.wait(timeout=60).rows(), batch.rows(["req-1", "b", "c", "d"]))
 
 
+@EACH_LIFETIME
 def test_a_zero_timeout_asks_once() -> None:
     engine = Engine()
     engine.device.hold()
@@ -88,6 +91,7 @@ def test_a_zero_timeout_asks_once() -> None:
     assert step.wait(timeout=0) is step
 
 
+@EACH_LIFETIME
 def test_each_step_has_an_event_of_its_own() -> None:
     """K13: one event re-recorded for step n+1 before the waiter of n ran: n then waits for n+1 as well."""
     engine = Engine(depth=2)
@@ -104,6 +108,7 @@ def test_each_step_has_an_event_of_its_own() -> None:
     assert_rows(second.rows(), batches[1].rows())
 
 
+@EACH_LIFETIME
 def test_an_event_that_was_never_recorded_is_not_complete() -> None:
     """K16: an event that was never recorded answers "complete", and the slot's old content is taken for the step."""
     engine = Engine()
@@ -118,6 +123,7 @@ def test_an_event_that_was_never_recorded_is_not_complete() -> None:
     assert step.is_done
 
 
+@EACH_LIFETIME
 def test_a_step_says_whether_a_wait_would_return_at_once() -> None:
     """Also where the wait would raise at once."""
     engine = Engine()
@@ -147,6 +153,7 @@ def test_polling_the_header_needs_a_proven_order() -> None:
     assert_rows(Engine(UnorderedDevice(), wait="spin").launch(batch).rows(), batch.rows())
 
 
+@EACH_LIFETIME
 def test_the_header_lands_before_the_event() -> None:
     """What polling the header is for: work behind the staging node does not delay the wait."""
     engine = Engine(wait="header")
@@ -161,6 +168,7 @@ def test_the_header_lands_before_the_event() -> None:
     engine.device.resume()
 
 
+@EACH_LIFETIME
 @pytest.mark.parametrize("wait", KINDS)
 def test_any_thread_may_wait(wait: str) -> None:
     """Several threads on one step, and steps read by other threads than the launcher's, while launches go on."""
@@ -180,6 +188,7 @@ def test_any_thread_may_wait(wait: str) -> None:
                 step.release()
 
 
+@EACH_LIFETIME
 def test_a_launcher_may_read_a_step_that_another_thread_is_reading() -> None:
     """A reader that held its step's lock while it waited for the launch lock hung with a launcher that, inside its
     block, read the same step."""
@@ -209,6 +218,7 @@ def test_a_launcher_may_read_a_step_that_another_thread_is_reading() -> None:
     other.wait()
 
 
+@EACH_LIFETIME
 def test_a_timeout_holds_while_somebody_else_has_the_launch_lock() -> None:
     """A first launch may trace and capture for minutes under that lock. The message is built without it."""
     engine = Engine(depth=2)
@@ -221,6 +231,7 @@ def test_a_timeout_holds_while_somebody_else_has_the_launch_lock() -> None:
     assert step.wait(timeout=60) is step
 
 
+@EACH_LIFETIME
 def test_an_interrupted_wait_leaves_the_step_open() -> None:
     """Ctrl-C in a wait used to become the step's error for ever: the next wait raised KeyboardInterrupt again."""
     engine = Engine()
@@ -233,6 +244,7 @@ def test_an_interrupted_wait_leaves_the_step_open() -> None:
     assert_rows(step.rows(), batch.rows())
 
 
+@EACH_LIFETIME
 def test_a_release_by_another_thread_ends_the_wait_as_stale() -> None:
     """The reader came back from its wait without words, and said that the step had staged nothing."""
     engine = Engine(depth=2)
@@ -246,6 +258,7 @@ def test_a_release_by_another_thread_ends_the_wait_as_stale() -> None:
             read.result()
 
 
+@EACH_LIFETIME
 def test_reading_twice_gives_the_same() -> None:
     engine = Engine()
     batch = Batch.random()
