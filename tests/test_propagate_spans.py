@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from spangraph.passes.propagate_spans import Unknown, propagate_spans
-from spangraph.passes.span_maps import Move, SpanMap
+from spangraph.passes.span_maps import Move, Place, SpanMap
 
 Spans = list[tuple[int, int]]
 
@@ -30,6 +30,10 @@ class _Model(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.fn(x, self.state)
+
+
+def span_map(row_dim: int, *places: Place) -> SpanMap:
+    return SpanMap((Place(row_dim, keeps_rows=True), *places))
 
 
 def trace(fn: Callable[[Tensor, Tensor], Any], x: Tensor, *, lifted: bool = True) -> tuple[fx.Graph, list[fx.Node]]:
@@ -288,11 +292,11 @@ def test_a_view_carries_its_spans_to_everything_that_shares_its_tensor():
     found = propagate_spans(graph, marked, (1,))
     assert found[marked] == SpanMap.identity(3, (1,))
     assert [found.get(node) for node in rest] == [
-        SpanMap(0, (2,), ((),)),
-        SpanMap(1, (3,), ((),)),
-        SpanMap(0, (2,), ((Move(-1, 9, 9),),)),
-        SpanMap(1, (2,), ((),)),
-        SpanMap(0, (1,), ((Move(1, -1, 8),),)),
+        span_map(0, Place(2)),
+        span_map(1, Place(3)),
+        span_map(0, Place(2, (Move(-1, 9, 9),))),
+        span_map(1, Place(2)),
+        span_map(0, Place(1, (Move(1, -1, 8),))),
         None,
         None,
     ]  # what it was computed from is another tensor
@@ -359,7 +363,7 @@ def test_before_an_in_place_write_only_views_are_the_marked_value(own):
     graph, (marked, view, copy, shifted, later) = trace(fn, torch.rand(3, 4, 9))
     found = propagate_spans(graph, marked, (-1,))
     assert found[marked] == found[marked.all_input_nodes[0]] == SpanMap.identity(3, (-1,))
-    assert found[view] == found[later] == SpanMap(0, (1,), ((),))
+    assert found[view] == found[later] == span_map(0, Place(1))
     assert not {copy, shifted} & found.keys()
 
 
@@ -386,7 +390,7 @@ def test_what_the_value_is_written_into_derives_from_then_on():
         assert isinstance(unknown, Unknown)
         assert "it writes the marked value into the memory of" in unknown.reason
     assert found[whole] == found[early] == found[whole.all_input_nodes[0]] == SpanMap.identity(3, (-1,))
-    assert found[sliced] == SpanMap(0, (2,), ((Move(1, -1, 8),),))
+    assert found[sliced] == span_map(0, Place(2, (Move(1, -1, 8),)))
     assert not {before, other} & found.keys()
 
 
