@@ -60,13 +60,12 @@ class Scheduler:
     Args:
         pipeline: nodes and edges.
         walk: the walk to run; default the first.
-        iterations: launches of each node; default one that leaves chunks over, and then as many as can be uncut.
     """
 
-    def __init__(self, pipeline: Pipeline, walk: str | None = None, *, iterations: int | None = None) -> None:
+    def __init__(self, pipeline: Pipeline, walk: str | None = None) -> None:
         walk = pipeline.walks[0] if walk is None else walk
         self.depth, self.ring_depth = pipeline.speculation_depth, pipeline.ring_depth
-        self.iterations = self.depth + 2 if iterations is None else iterations
+        self.iterations = self.depth + 2  # of each node: one that leaves chunks over, and then as many as can be uncut
         self.edges = [replace(e, walks=None) for e in pipeline.edges_on(walk)]  # can be hashed, whatever walks are
         touched = {name for e in self.edges for name in (e.node, e.target)}
         self.nodes = [n for n in pipeline.nodes if n.name in touched or not self.edges or n.spanned_outputs(walk)]

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from spangraph.passes.propagate_spans import Unknown, propagate_spans
 from spangraph.passes.span_maps import Move, Place, SpanMap
 
-Spans = list[tuple[int, int]]
+from .span_rig import Spans, cut_mask, random_spans, span_map, valid_mask
 
 
 class _Model(nn.Module):
@@ -32,10 +32,6 @@ class _Model(nn.Module):
         return self.fn(x, self.state)
 
 
-def span_map(row_dim: int, *places: Place) -> SpanMap:
-    return SpanMap((Place(row_dim, keeps_rows=True), *places))
-
-
 def trace(fn: Callable[[Tensor, Tensor], Any], x: Tensor, *, lifted: bool = True) -> tuple[fx.Graph, list[fx.Node]]:
     """The graph of `fn(x, buffer)` and its output nodes. The buffer is an input of the graph, or an attribute."""
     program = torch.export.export(_Model(fn), (x,), strict=False)
@@ -48,31 +44,6 @@ def follow(fn: Callable[[Tensor], Any], x: Tensor, dims: tuple[int, ...]) -> lis
     graph, results = trace(lambda x, _: fn(x.clone()), x)
     found = propagate_spans(graph, next(node for node in graph.nodes if node.name == "clone"), dims)
     return [found.get(node) for node in results]
-
-
-def random_spans(rng: random.Random, shape: Sequence[int], dims: Sequence[int]) -> list[Spans]:
-    """Spans per row: random ones, and among them empty and full ones."""
-    rows = []
-    for _ in range(shape[0]):
-        kind, ends = rng.random(), [sorted(rng.sample(range(shape[dim] + 1), 2)) for dim in dims]
-        if kind < 0.15:
-            ends = [[rng.randrange(shape[dim] + 1)] * 2 for dim in dims]
-        elif kind < 0.3:
-            ends = [[0, shape[dim]] for dim in dims]
-        rows.append([(start, end) for start, end in ends])
-    return rows
-
-
-def valid_mask(shape: Sequence[int], dims: Sequence[int], rows: Sequence[Spans], row: int) -> Tensor:
-    mask = torch.zeros(*shape, dtype=torch.bool)
-    SpanMap.identity(len(shape), dims).cut(mask, row, rows[row]).fill_(True)
-    return mask
-
-
-def cut_mask(out: Tensor, found: SpanMap, row: int, spans: Spans) -> Tensor:
-    mask = torch.zeros(out.shape, dtype=torch.bool)
-    found.cut(mask, row, spans).fill_(True)
-    return mask
 
 
 def check_noise(

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from spangraph.passes.propagate_spans import Unknown, propagate_spans
 from spangraph.passes.span_maps import Move, Place, SpanMap
 
+from .span_rig import Spans, cut_mask, random_spans, span_map, valid_mask
+
 NEUTRAL = -1  # label of elements that an operator adds beside a row's own along dims that are not spanned
 Outputs = Tensor | tuple[Tensor, ...]
-Spans = list[tuple[int, int]]
 
 
 def span_of(kept: Tensor) -> tuple[int, int]:
@@ -24,10 +25,6 @@ def span_of(kept: Tensor) -> tuple[int, int]:
         return 0, 0
     assert places == list(range(places[0], places[-1] + 1))
     return places[0], places[-1] + 1
-
-
-def span_map(row_dim: int, *places: Place) -> SpanMap:
-    return SpanMap((Place(row_dim, keeps_rows=True), *places))
 
 
 def all_spans(width: int) -> list[tuple[int, int]]:
@@ -208,31 +205,6 @@ def follow(fn: Callable[[Tensor], Outputs], x: Tensor, dims: Sequence[int]) -> l
 def labelled(shape: Sequence[int]) -> Tensor:
     """Every element has a number of its own."""
     return torch.arange(1, torch.Size(shape).numel() + 1).view(*shape)
-
-
-def random_spans(rng: random.Random, shape: Sequence[int], dims: Sequence[int]) -> list[Spans]:
-    """Spans per row: random ones, and among them empty and full ones."""
-    rows = []
-    for _ in range(shape[0]):
-        kind, ends = rng.random(), [sorted(rng.sample(range(shape[dim] + 1), 2)) for dim in dims]
-        if kind < 0.15:
-            ends = [[rng.randrange(shape[dim] + 1)] * 2 for dim in dims]
-        elif kind < 0.3:
-            ends = [[0, shape[dim]] for dim in dims]
-        rows.append([(start, end) for start, end in ends])
-    return rows
-
-
-def valid_mask(shape: Sequence[int], dims: Sequence[int], rows: Sequence[Spans], row: int) -> Tensor:
-    mask = torch.zeros(*shape, dtype=torch.bool)
-    SpanMap.identity(len(shape), dims).cut(mask, row, rows[row]).fill_(True)
-    return mask
-
-
-def cut_mask(out: Tensor, found: SpanMap, row: int, spans: Spans) -> Tensor:
-    mask = torch.zeros(out.shape, dtype=torch.bool)
-    found.cut(mask, row, spans).fill_(True)
-    return mask
 
 
 def check_labels(out: Tensor, found: SpanMap, labels: Tensor, dims: Sequence[int], rows: Sequence[Spans]) -> None:
