@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from spangraph.passes.nodes import val
-from spangraph.passes.propagate_spans import REDUCTIONS, RULES, packets, shape_of
+from spangraph.passes.propagate_spans import NOT_KNOWN, REDUCTIONS, RULES, packets, shape_of
 from spangraph.passes.span_maps import Call, Move, NotStaticError, Place, mix_along_rule
 
 
@@ -102,7 +102,7 @@ class Effect:
     place: Place | None
     before: float = 0
     after: float = 0
-    reason: str = "its effect on spans is not known"
+    reason: str = NOT_KNOWN
 
 
 _Rule = Callable[[Call, Track], Effect]

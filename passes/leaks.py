@@ -25,7 +25,7 @@ from torch._ops import OpOverload
 from spangraph.diagnostics import Diagnostic
 from spangraph.passes.leak_rules import PADS, ROUTES, Effect, Track, effect_of, elementwise
 from spangraph.passes.nodes import aliased, val, where, written
-from spangraph.passes.propagate_spans import Operation, overwritten, seen_from, shape_of, viewed
+from spangraph.passes.propagate_spans import NOT_KNOWN, Operation, overwritten, seen_from, shape_of, viewed
 from spangraph.passes.span_maps import Place
 
 ROWS = "rows"
@@ -252,7 +252,7 @@ class _Follower:
                 kept[track.axis, track.dim] = replace(first, before=both[0], after=both[1])
         return tuple(kept.values())
 
-    def _unknown(self, node: fx.Node, reason: str = "its effect on spans is not known") -> _State:
+    def _unknown(self, node: fx.Node, reason: str = NOT_KNOWN) -> _State:
         for axis in {track.axis: None for source in node.all_input_nodes for track in self._tracks(source)}:
             self._note(node, "SG203", axis, reason)
         return ()

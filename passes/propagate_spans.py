@@ -48,7 +48,7 @@ _Shape = tuple[int, ...]
 _State = SpanMap | Unknown
 _States = dict[fx.Node, _State | tuple[_State | None, ...]]  # a tuple where the node gives several tensors
 _DIFFERENT = "its operands hold the spans at different places"
-_NOT_KNOWN = "its effect on spans is not known"
+NOT_KNOWN = "its effect on spans is not known"
 
 
 def packets(names: str) -> frozenset[Any]:
@@ -97,8 +97,7 @@ RULES: dict[Any, span_maps.Rule] = {
         span_maps.land_rule: _DIM_VIEWS | REDUCTIONS | packets("view_as_real"),
         span_maps.seat_rule: _SHAPE_VIEWS,
         span_maps.align_rule: packets("expand expand_as broadcast_to repeat tile"),
-        span_maps.slice_rule: packets("slice"),
-        span_maps.narrow_rule: packets("narrow"),
+        span_maps.slice_rule: packets("slice narrow"),
         span_maps.split_rule: packets(
             "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split unsafe_split_with_sizes"
         ),
@@ -170,7 +169,7 @@ def _state_of(node: fx.Node, states: _States) -> _State | tuple[_State | None, .
         if isinstance(parts, tuple) and isinstance(item, int):
             return parts[item]
     if not isinstance(target, OpOverload):
-        return _first_unknown(node.all_input_nodes, states) or _unknown(node, _NOT_KNOWN)
+        return _first_unknown(node.all_input_nodes, states) or _unknown(node, NOT_KNOWN)
     operation = Operation(node, target, lambda source: source in states)
     operands = list(dict.fromkeys(source for _, source in operation.operands))
     if not target._schema.returns or not operands:
@@ -181,23 +180,25 @@ def _state_of(node: fx.Node, states: _States) -> _State | tuple[_State | None, .
         return states[target_of]
     elif unknown := _first_unknown(operands, states):
         return unknown
-    elif not operation.is_static:
-        return _unknown(node, "a size is only known when it runs")
     else:
-        maps = [state for source in operands if isinstance(state := states[source], SpanMap)]
-        if reason := _refusal(operation, operands, maps):
+        spans, *others = (states[source] for source in operands)
+        if reason := _refusal(operation, operands):
             return _unknown(node, reason)
-        found = tuple(_ask(operation, maps[0], index) for index in range(len(operation.outs)))
+        if not isinstance(spans, SpanMap) or any(other != spans for other in others):
+            return _unknown(node, _DIFFERENT)
+        found = tuple(_ask(operation, spans, index) for index in range(len(operation.outs)))
     return found if operation.gives_several else found[0]
 
 
-def _refusal(operation: Operation, operands: list[fx.Node], maps: list[SpanMap]) -> str:
+def _refusal(operation: Operation, operands: list[fx.Node]) -> str:
     """Why the table cannot be asked; empty if it can."""
+    if not operation.is_static:
+        return "a size is only known when it runs"
     if operation.packet not in RULES:
-        return _NOT_KNOWN
+        return NOT_KNOWN
     if operation.packet not in _JOINS and operands != [next(iter(operation.args.values()))]:
         return "its effect on the spans of another operand than the first is not known"
-    return "" if maps and all(spans == maps[0] for spans in maps) else _DIFFERENT
+    return ""
 
 
 def _ask(operation: Operation, spans: SpanMap, index: int) -> _State:

@@ -263,17 +263,11 @@ def align_rule(call: Call, place: Place) -> Place | str:
 def slice_rule(call: Call, place: Place) -> Place | str:
     if call.dims() != [place.dim]:
         return place
-    (step,) = call.ints("step")
-    bounds = [None if call.args[name] is None else call.ints(name)[0] for name in ("start", "end")]
-    start, _, _ = slice(*bounds).indices(call.shape[place.dim])
+    # `narrow` has a length, and no step; the output's size says where either ends.
+    (step,) = call.ints("step") if "step" in call.args else (1,)
+    first = None if call.args["start"] is None else call.ints("start")[0]
+    start, _, _ = slice(first, None).indices(call.shape[place.dim])
     return _sliced(call, place, start, step)
-
-
-def narrow_rule(call: Call, place: Place) -> Place | str:
-    if call.dims() != [place.dim]:
-        return place
-    (start,) = call.ints("start")
-    return _sliced(call, place, start + (call.shape[place.dim] if start < 0 else 0))
 
 
 def split_rule(call: Call, place: Place) -> Place | str:
