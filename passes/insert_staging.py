@@ -89,7 +89,7 @@ def insert_staging_node(
             for copy in copied:
                 row_dim, value = copy.span_map.row_dim, results[copy.output]
                 sources.append(graph.call_method("movedim", (value, row_dim, 0)) if row_dim else value)
-                moves = tuple(tuple(map(astuple, steps)) for steps in copy.span_map.moves)
+                moves = tuple(tuple(map(astuple, place.moves)) for place in copy.span_map.places[1:])
                 args = copies[copy.spans], copy.widths, moves
                 spans.append(args[0] if copy.span_map.is_identity else graph.call_function(map_spans, args))
             graph.call_function(torch.ops.spangraph.compact.default, tuple(map(as_node, compact_args(sources, spans))))
@@ -110,7 +110,7 @@ def map_spans(spans: Tensor, widths: Sequence[int], moves: Sequence[Sequence[tup
     Args:
         spans: int64 `[bs, ...]`, as declared.
         widths: size of each spanned dim of the declared value.
-        moves: for each spanned dim what happened to its positions, in order: the fields of `SpanMap.moves`.
+        moves: for each spanned dim what happened to its positions, in order: the fields of each `Move`.
 
     Returns:
         int64 spans of the same shape.

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from spangraph.passes.nodes import val
-from spangraph.passes.propagate_spans import RULES, packets, shape_of
-from spangraph.passes.span_maps import Call, Move, NotStaticError, SpanMap, mix_along_rule
+from spangraph.passes.propagate_spans import NOT_KNOWN, REDUCTIONS, RULES, packets, shape_of
+from spangraph.passes.span_maps import Call, Move, NotStaticError, Place, mix_along_rule
 
 
 @dataclass(frozen=True)
@@ -26,25 +26,25 @@ class Track:
 
     Attributes:
         axis: the rows, or which spanned dim of which source.
-        spans: the dim, and how positions moved.
+        place: the dim, and how positions moved.
         before, after: in which rows what lies before and after the valid positions may hold padding: those shorter
             than so many positions of the source; 0 in none, `inf` in any.
         width: size of the source's dim.
     """
 
     axis: str
-    spans: SpanMap
+    place: Place
     before: float
     after: float
     width: int
 
     @property
     def dim(self) -> int:
-        return self.spans.dims[0]
+        return self.place.dim
 
     @property
     def moves(self) -> tuple[Move, ...]:
-        return self.spans.moves[0]
+        return self.place.moves
 
     @property
     def is_reversed(self) -> bool:
@@ -56,10 +56,7 @@ class Track:
         rate, offset, rounded, slack = Fraction(1), Fraction(0), Fraction(0), Fraction(0)
         for move in self.moves:
             rate, offset = rate * move.scale / move.step, (offset * move.scale + move.shift) / move.step
-            if move.scale not in (
-                1,
-                -1,
-            ):  # what was rounded before is scaled with it; else it is rounded again, at most
+            if abs(move.scale) != 1:  # what was rounded before is scaled with it; else it is rounded again, at most
                 slack, rounded = (slack + rounded) * abs(move.scale), Fraction(0)
             slack, rounded = slack / move.step, (rounded + move.step - 1) / move.step
         return rate, offset, slack
@@ -96,19 +93,19 @@ class Effect:
     """What an operator does to one track of one operand.
 
     Attributes:
-        spans: where it goes; None: nowhere, the positions are gone or their places unknown.
+        place: where it goes; None: nowhere, the positions are gone or their places unknown.
         before, after: how many valid positions of the output, at the span's start and end, padding there can touch.
-            0 and 0 without spans: unknown.
+            0 and 0 without a place: unknown.
         reason: what the operator does.
     """
 
-    spans: SpanMap | None
+    place: Place | None
     before: float = 0
     after: float = 0
-    reason: str = "its effect on spans is not known"
+    reason: str = NOT_KNOWN
 
 
-_Rule = Callable[[Call, str, Track, int], Effect]
+_Rule = Callable[[Call, Track], Effect]
 _all = partial(Effect, before=inf, after=inf)
 _CHOSEN = "it chooses them by an index"
 _BROADCAST = "it broadcasts a spanned dim"
@@ -118,10 +115,10 @@ PADS = packets(
 )
 # These choose rows, or positions, by values.
 ROUTES = packets("index_select index gather take_along_dim scatter scatter_add index_add index_put")
-_MIXERS = packets(
-    "sum nansum mean nanmean prod amax amin max min any all argmax argmin norm linalg_vector_norm logsumexp std var "
-    "std_mean var_mean count_nonzero median nanmedian mode kthvalue sort topk"
-)
+_MIXERS = {
+    **dict.fromkeys(REDUCTIONS | packets("sort topk"), "it reduces or sorts them"),
+    **dict.fromkeys(packets("linear"), "it sums over them"),
+}
 _SOFTMAX = packets("softmax log_softmax _softmax _log_softmax")
 _ALONG = frozenset(packet for packet, rule in RULES.items() if rule is mix_along_rule)
 _BLENDS = packets("upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d")
@@ -136,24 +133,24 @@ _NORMS: Mapping[Any, Callable[[Call, int], bool]] = {
 }
 
 
-def effect_of(packet: Any, call: Call, name: str, track: Track, index: int) -> Effect:
-    """What an operator that is not elementwise does to a track of its operand `name`, in its index-th output."""
+def effect_of(packet: Any, call: Call, track: Track) -> Effect:
+    """What an operator that is not elementwise does to a track of one operand, in one output."""
     try:
         if packet in _EFFECTS:
-            return _EFFECTS[packet](call, name, track, index)
-        if packet not in RULES or name != next(iter(call.args)):
+            return _EFFECTS[packet](call, track)
+        if packet not in RULES or call.name != next(iter(call.args)):
             return Effect(None)
-        found = RULES[packet](call, track.spans, index)
+        found = RULES[packet](call, track.place)
     except NotStaticError:
         return Effect(None, reason="an amount is only known when it runs")
     if isinstance(found, str):
-        return _all(None, reason="it reduces or sorts them") if packet in _MIXERS else Effect(None, reason=found)
+        return _all(None, reason=_MIXERS[packet]) if packet in _MIXERS else Effect(None, reason=found)
     if packet in _NORMS and _NORMS[packet](call, track.dim):
         return _all(found, reason="its statistics are taken over them")
     if packet in _ALONG and track.dim in call.dims():
         return Effect(found, inf, inf if packet in _SOFTMAX else 0, "it runs along them")
-    if packet in _BLENDS and track.dim > 1 and call.outs[index] != call.shape:
-        factor = call.outs[index][track.dim] // call.shape[track.dim]
+    if packet in _BLENDS and track.dim > 1 and call.out != call.shape:
+        factor = call.out[track.dim] // call.shape[track.dim]
         further = factor if "bicubic" in call.op else 0
         if factor == 1 and not further:
             return Effect(found)
@@ -162,7 +159,7 @@ def effect_of(packet: Any, call: Call, name: str, track: Track, index: int) -> E
     return Effect(found)
 
 
-def _windowed(call: Call, track: Track, index: int, kernel: int, stride: int, pad: int, dilation: int) -> Effect:
+def _windowed(call: Call, track: Track, kernel: int, stride: int, pad: int, dilation: int) -> Effect:
     """A window that slides along the dim: output o sees inputs `[o * stride - pad, o * stride - pad + reach]`.
 
     Which of them it belongs to is a convention: that which brings the source's position 0 back to 0, if the window
@@ -170,19 +167,19 @@ def _windowed(call: Call, track: Track, index: int, kernel: int, stride: int, pa
     """
     reach = dilation * (kernel - 1)
     ahead = min(max(track.origin + pad, 0), reach)
-    move = Move(1, pad - ahead, call.outs[index][track.dim], stride)
-    spans = track.spans.moved(track.dim, move, width=call.shape[track.dim])
+    move = Move(1, pad - ahead, call.out[track.dim], stride)
+    place = track.place.moved(move, width=call.shape[track.dim])
     reason = f"its windows of {kernel}" + (f", dilation {dilation}," if dilation > 1 else "") + " see neighbours"
-    return Effect(spans, ceil(ahead / stride), ceil((reach - ahead) / stride), reason)
+    return Effect(place, ceil(ahead / stride), ceil((reach - ahead) / stride), reason)
 
 
-def _transposed(call: Call, track: Track, index: int, kernel: int, stride: int, pad: int, dilation: int) -> Effect:
+def _transposed(call: Call, track: Track, kernel: int, stride: int, pad: int, dilation: int) -> Effect:
     """Input i reaches outputs `[i * stride - pad, i * stride - pad + reach]`; `stride` of them are its own."""
     spare = max(dilation * (kernel - 1) - stride + 1, 0)
     ahead = min(max(pad - track.origin * stride, 0), spare)
-    move = Move(stride, ahead - pad, call.outs[index][track.dim])
-    spans = track.spans.moved(track.dim, move, width=call.shape[track.dim])
-    return Effect(spans, spare - ahead, ahead, f"its windows of {kernel}, stride {stride}, overlap")
+    move = Move(stride, ahead - pad, call.out[track.dim])
+    place = track.place.moved(move, width=call.shape[track.dim])
+    return Effect(place, spare - ahead, ahead, f"its windows of {kernel}, stride {stride}, overlap")
 
 
 def _sizes(call: Call, at: int, *names: str) -> list[int]:
@@ -191,161 +188,150 @@ def _sizes(call: Call, at: int, *names: str) -> list[int]:
     return [sizes[at] if len(sizes) > 1 else sizes[0] for sizes in given]
 
 
-def _convolution(num: int, transposed: bool, call: Call, name: str, track: Track, index: int) -> Effect:
-    channel = len(call.shape) - num - 1
-    if name != "input":
+def _convolution(call: Call, track: Track) -> Effect:
+    if call.name != "input":
         return Effect(None)
+    weight = shape_of(call.args["weight"])
+    channel = len(call.shape) - len(weight) + 1
     if track.dim <= channel:
-        return Effect(track.spans) if track.dim < channel else _all(None, reason="it sums over channels")
+        return Effect(track.place) if track.dim < channel else _all(None, reason="it sums over channels")
     at = track.dim - channel - 1
-    kernel = shape_of(call.args["weight"])[2 + at]
+    kernel = weight[2 + at]
     stride, dilation = _sizes(call, at, "stride", "dilation")
     if isinstance(call.args["padding"], str):
         pad = dilation * (kernel - 1) // 2 if call.args["padding"] == "same" else 0
     else:
         (pad,) = _sizes(call, at, "padding")
-    return (_transposed if transposed else _windowed)(call, track, index, kernel, stride, pad, dilation)
+    slide = _transposed if "transpose" in call.op else _windowed
+    return slide(call, track, kernel, stride, pad, dilation)
 
 
-def _pool(num: int, call: Call, name: str, track: Track, index: int) -> Effect:
+def _pool(num: int, call: Call, track: Track) -> Effect:
     at = track.dim - (len(call.shape) - num)
     if at < 0:
-        return Effect(track.spans)
+        return Effect(track.place)
     kernel, pad = _sizes(call, at, "kernel_size", "padding")
     stride = _sizes(call, at, "stride")[0] if call.args["stride"] else kernel
     dilation = _sizes(call, at, "dilation")[0] if "dilation" in call.args else 1
-    return _windowed(call, track, index, kernel, stride, pad, dilation)
+    return _windowed(call, track, kernel, stride, pad, dilation)
 
 
-def _adaptive_pool(num: int, call: Call, name: str, track: Track, index: int) -> Effect:
-    if track.dim < len(call.shape) - num or call.outs[index][track.dim] == call.shape[track.dim]:
-        return Effect(track.spans)
+def _adaptive_pool(num: int, call: Call, track: Track) -> Effect:
+    if track.dim < len(call.shape) - num or call.out[track.dim] == call.shape[track.dim]:
+        return Effect(track.place)
     return _all(None, reason="it pools over them")
 
 
-def _unfold(call: Call, name: str, track: Track, index: int) -> Effect:
+def _unfold(call: Call, track: Track) -> Effect:
     (dim,), (size,), (step,) = call.dims("dimension"), call.ints("size"), call.ints("step")
-    return _windowed(call, track, index, size, step, 0, 1) if track.dim == dim else Effect(track.spans)
+    return _windowed(call, track, size, step, 0, 1) if track.dim == dim else Effect(track.place)
 
 
 def elementwise(track: Track, shape: Sequence[int], out: Sequence[int]) -> Effect:
     """What an elementwise operator does to a track of an operand that it broadcasts from `shape` to `out`."""
-    spans = track.spans.aligned(shape, out)
-    return _one_for_all(track, 0) if spans is None and shape[track.dim] == 1 else Effect(spans)
+    place = track.place.aligned(shape, out)
+    return _one_for_all(track, 0) if place is None and shape[track.dim] == 1 else Effect(place)
 
 
 def _one_for_all(track: Track, at: int) -> Effect:
     """One position is taken for all: padding, unless it is the first, and rows begin there."""
-    _, end = track.spans.apply(0, 0, 1)  # an empty one if it was dropped
+    _, end = track.place.apply(0, 1)  # an empty one if it was dropped
     return Effect(None, inf, 0 if at < end and not track.is_reversed else inf, "it takes one of them for all")
 
 
-def _select(call: Call, name: str, track: Track, index: int) -> Effect:
+def _select(call: Call, track: Track) -> Effect:
     (dim,) = call.dims()
     if track.dim != dim:
-        return Effect(track.spans.shifted(dim, -1))
-    return _one_for_all(track, call.ints("index")[0] % call.shape[dim] if "index" in call.args else index)
+        return Effect(track.place.shifted(dim, -1))
+    return _one_for_all(track, call.ints("index")[0] % call.shape[dim] if "index" in call.args else call.index)
 
 
-def _matmul(call: Call, name: str, track: Track, index: int) -> Effect:
+def _matmul(call: Call, track: Track) -> Effect:
     names = list(call.args)
     left, right = names[1:3] if names[1] in ("mat1", "batch1") else names[:2]  # addmm and baddbmm add their first
-    if name not in (left, right):
-        return elementwise(track, call.shape, call.outs[index])
+    if call.name not in (left, right):
+        return elementwise(track, call.shape, call.out)
     ndim, from_right = len(call.shape), len(call.shape) - track.dim
-    if from_right == (1 if name == left else min(2, ndim)):
+    if from_right == (1 if call.name == left else min(2, ndim)):
         return _all(None, reason="it sums over them")
-    other = len(shape_of(call.args[right if name == left else left]))
-    return _seated(call, track, index, from_right - (other == 1 and from_right > 1))
+    other = len(shape_of(call.args[right if call.name == left else left]))
+    return _seated(call, track, from_right - (other == 1 and from_right > 1))
 
 
-def _seated(call: Call, track: Track, index: int, from_right: int) -> Effect:
+def _seated(call: Call, track: Track, from_right: int) -> Effect:
     """The track at a dim of the output counted from the right, unless it is broadcast there."""
-    out = call.outs[index]
-    place = len(out) - from_right
-    kept = place >= 0 and out[place] == call.shape[track.dim]
-    return Effect(track.spans.relaid({track.dim: place}) if kept else None, reason=_BROADCAST)
+    dim = len(call.out) - from_right
+    kept = dim >= 0 and call.out[dim] == call.shape[track.dim]
+    return Effect(track.place.at(dim) if kept else None, reason=_BROADCAST)
 
 
-def _linear(call: Call, name: str, track: Track, index: int) -> Effect:
-    if name != "input":
-        return Effect(None)
-    return Effect(track.spans) if track.dim < len(call.shape) - 1 else _all(None, reason="it sums over them")
-
-
-def _attention(call: Call, name: str, track: Track, index: int) -> Effect:
+def _attention(call: Call, track: Track) -> Effect:
     from_right = len(call.shape) - track.dim
-    if (from_right == 2 and name in ("key", "value")) or (from_right == 1 and name != "value"):
+    if (from_right == 2 and call.name in ("key", "value")) or (from_right == 1 and call.name != "value"):
         return _all(None, reason="it attends to them (masked ones count only where they are NaN or infinite)")
-    return _seated(call, track, index, from_right)
+    return _seated(call, track, from_right)
 
 
-def _recurrent(call: Call, name: str, track: Track, index: int) -> Effect:
-    if name != "input" or len(call.shape) != 3:
+def _recurrent(call: Call, track: Track) -> Effect:
+    if call.name != "input" or len(call.shape) != 3:
         return Effect(None)
     time = 1 if call.args["batch_first"] else 0
     if track.dim == 1 - time:
-        return Effect(track.spans if index == 0 else track.spans.relaid({track.dim: 1}))
-    if track.dim == 2 or index:
+        return Effect(track.place if call.index == 0 else track.place.at(1))
+    if track.dim == 2 or call.index:
         return _all(None, reason="it mixes them")
-    return Effect(track.spans, inf, inf if call.args["bidirectional"] else 0, "its state runs along them")
+    return Effect(track.place, inf, inf if call.args["bidirectional"] else 0, "its state runs along them")
 
 
-def _lookup(call: Call, name: str, track: Track, index: int) -> Effect:
+def _lookup(call: Call, track: Track) -> Effect:
     """`embedding(weight, indices)` and `x[..., indices, ...]`."""
     if "weight" in call.args:
-        return Effect(track.spans if name == "indices" else None, reason=_CHOSEN)
+        return Effect(track.place if call.name == "indices" else None, reason=_CHOSEN)
     indexed = [(dim, given) for dim, given in enumerate(call.args["indices"]) if given is not None]
     (at, indices), *more = indexed
     if more or val(indices).dtype in (torch.bool, torch.uint8):
         return Effect(None, reason=_CHOSEN)
-    if name == "indices":
-        return Effect(track.spans.shifted(0, at))
+    if call.name == "indices":
+        return Effect(track.place.shifted(0, at))
     if track.dim == at:
         return Effect(None, reason=_CHOSEN)
-    return Effect(track.spans.shifted(at, len(shape_of(indices)) - 1))
+    return Effect(track.place.shifted(at, len(shape_of(indices)) - 1))
 
 
-def _gather(call: Call, name: str, track: Track, index: int) -> Effect:
-    if name == "index":
-        return Effect(track.spans)
-    if name != "self" or track.dim in call.dims() or call.outs[index][track.dim] != call.shape[track.dim]:
+def _gather(call: Call, track: Track) -> Effect:
+    if call.name == "index":
+        return Effect(track.place)
+    if call.name != "self" or track.dim in call.dims() or call.out[track.dim] != call.shape[track.dim]:
         return Effect(None, reason=_CHOSEN)
-    return Effect(track.spans)
+    return Effect(track.place)
 
 
-def _index_put(call: Call, name: str, track: Track, index: int) -> Effect:
+def _index_put(call: Call, track: Track) -> Effect:
     """`x[mask] = value` is elementwise; other writes leave places where they are, and what they write is unknown."""
     first = call.args["indices"][0]
     is_mask = first is not None and val(first).dtype is torch.bool
-    return Effect(track.spans if name == "self" or (name == "indices" and is_mask) else None, reason=_CHOSEN)
+    return Effect(track.place if call.name == "self" or (call.name == "indices" and is_mask) else None, reason=_CHOSEN)
 
 
-def _over(argument: str, reason: str, call: Call, name: str, track: Track, index: int) -> Effect:
+def _over(argument: str, reason: str, call: Call, track: Track) -> Effect:
     """Operators that mix the dims that an argument names, or all."""
     given = call.args[argument]
     mixed = range(len(call.shape)) if given is None or given == [] else call.dims(argument)
-    return _all(None, reason=reason) if track.dim in mixed else Effect(track.spans)
+    return _all(None, reason=reason) if track.dim in mixed else Effect(track.place)
 
 
-def _by_num(rule: Callable[..., Effect], *names: str) -> dict[Any, _Rule]:
+def _by_num(rule: Callable[..., Effect], names: str) -> dict[Any, _Rule]:
     """A rule for 1, 2 and 3 spatial dims."""
-    return {
-        packet: partial(rule, num)
-        for num in (1, 2, 3)
-        for packet in packets(" ".join(name.format(num) for name in names))
-    }
+    return {packet: partial(rule, num) for num in (1, 2, 3) for packet in packets(names.format(num))}
 
 
 _EFFECTS: Mapping[Any, _Rule] = {
-    **_by_num(lambda num, *rest: _convolution(num, False, *rest), "conv{}d"),
-    **_by_num(lambda num, *rest: _convolution(num, True, *rest), "conv_transpose{}d"),
-    **_by_num(_pool, "avg_pool{}d", "max_pool{}d", "max_pool{}d_with_indices"),
-    **_by_num(_adaptive_pool, "adaptive_avg_pool{}d", "adaptive_max_pool{}d"),
+    **dict.fromkeys(packets("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"), _convolution),
+    **_by_num(_pool, "avg_pool{0}d max_pool{0}d max_pool{0}d_with_indices"),
+    **_by_num(_adaptive_pool, "adaptive_avg_pool{0}d adaptive_max_pool{0}d"),
     **dict.fromkeys(packets("unfold"), _unfold),
     **dict.fromkeys(packets("select unbind"), _select),
     **dict.fromkeys(packets("matmul mm bmm mv dot addmm baddbmm"), _matmul),
-    **dict.fromkeys(packets("linear"), _linear),
     **dict.fromkeys(packets("scaled_dot_product_attention"), _attention),
     **dict.fromkeys(packets("lstm gru rnn_tanh rnn_relu"), _recurrent),
     **dict.fromkeys(packets("embedding index"), _lookup),

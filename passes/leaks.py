@@ -16,20 +16,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf
-from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
 from spangraph.diagnostics import Diagnostic
-from spangraph.passes import propagate_spans as places
 from spangraph.passes.leak_rules import PADS, ROUTES, Effect, Track, effect_of, elementwise
 from spangraph.passes.nodes import aliased, val, where, written
-from spangraph.passes.propagate_spans import bind, nodes_in, shape_of, shape_of_result
-from spangraph.passes.span_maps import Call, SpanMap
+from spangraph.passes.propagate_spans import NOT_KNOWN, Operation, overwritten, seen_from, shape_of, viewed
+from spangraph.passes.span_maps import Place
 
 ROWS = "rows"
 
@@ -146,19 +143,18 @@ class _Follower:
         before, after = (inf if source.padding in ("both", side) else 0 for side in ("left", "right"))
         shape = shape_of(source.node)
         # Padding rows come last; but rows are not alike: where one has data, one before it may have padding.
-        rows = Track(ROWS, SpanMap(None, (0,), ((),)), inf if source.dims else 0, inf, shape[0] if shape else 0)
+        rows = Track(ROWS, Place(0), inf if source.dims else 0, inf, shape[0] if shape else 0)
         state: _State = (rows,)
         for dim in source.dims:
-            place = dim % len(shape)
-            label = f"{source.label!r} along dim {dim}"
-            state += (Track(label, SpanMap(None, (place,), ((),)), before, after, shape[place]),)
+            place = Place(dim % len(shape))
+            state += (Track(f"{source.label!r} along dim {dim}", place, before, after, shape[place.dim]),)
         node: fx.Node | None = source.node
         while node is not None:
             self._add(node, state)
-            view, node = node, places.viewed(node)
+            view, node = node, viewed(node)
             if node is not None:
-                above = [(track, places.seen_from(view, node, track.spans)) for track in state]
-                state = tuple(replace(track, spans=spans) for track, spans in above if isinstance(spans, SpanMap))
+                above = [(track, seen_from(view, node, track.place)) for track in state]
+                state = tuple(replace(track, place=place) for track, place in above if place is not None)
 
     def _add(self, node: fx.Node, state: _State) -> None:
         if state := tuple(dict.fromkeys((*self._states.get(node, ()), *state))):
@@ -177,60 +173,47 @@ class _Follower:
             return parts[node.args[1]]  # type: ignore[index]
         if not isinstance(target, OpOverload):
             return self._unknown(node)
-        packet, args, result = target.overloadpacket, bind(node, target), val(node)
-        if target.namespace == "spangraph" or packet in places.SHAPE_ONLY:
-            return ()
         if not target._schema.returns:
             return self._unknown(node) if written(node) else ()
-        if packet in places.LIKE_OTHER:
-            args.pop("other", None)
-        operands = [(name, n) for name, given in args.items() for n in _nodes(given) if self._tracks(n)]
-        if packet in places.CATS:
-            args["ahead"] = places.ahead(args, [source for _, source in operands])
-        several = isinstance(result, list | tuple)
-        outs = tuple(shape_of_result(out) for out in (result if several else [result]))
-        shapes = [shape_of(source) for _, source in operands]
-        if not places.are_static(*outs, *shapes):
+        operation = Operation(node, target, lambda source: bool(self._tracks(source)))
+        if not operation.is_static:
             return self._unknown(node, "a size is only known when it runs")
-        is_elementwise = torch.Tag.pointwise in target.tags or packet in places.ELEMENTWISE
-        calls = [Call(str(target), args, shape, outs, partial(places.landing, node)) for shape in shapes]
         found: list[_State] = []
-        for index, out in enumerate(outs):
+        for index in range(len(operation.outs)):
             tracks: list[Track] = []
-            uses = zip(operands, calls, strict=True) if not several or _is_used(node, index) else ()
-            for (name, source), call in uses:
+            is_used = not operation.gives_several or _is_used(node, index)
+            for name, source in operation.operands if is_used else ():
+                call = operation.call(name, source, index)
                 for track in self._tracks(source):
-                    if is_elementwise:
-                        effect = elementwise(track, call.shape, out)
+                    if operation.is_elementwise:
+                        effect = elementwise(track, call.shape, call.out)
                     else:
-                        effect = effect_of(packet, call, name, track, index)
-                    if (landed := self._land(node, packet, track, effect)) is not None:
+                        effect = effect_of(operation.packet, call, track)
+                    if (landed := self._land(operation, track, effect)) is not None:
                         tracks.append(landed)
             found.append(self._join(node, tracks))
-        if several:
+        if operation.gives_several:
             self._parts[node] = found
             return ()
         return found[0]
 
-    def _land(self, node: fx.Node, packet: Any, track: Track, effect: Effect) -> Track | None:
+    def _land(self, operation: Operation, track: Track, effect: Effect) -> Track | None:
         """Note what leaks, and return the track afterwards."""
-        is_rows = track.axis == ROWS
-        before = effect.before if track.before else 0
-        after = effect.after if track.after else 0
-        if before or after:
-            limit = inf if is_rows else max(track.before if before else 0, track.after if after else 0)
-            self._note(node, "SG202" if is_rows else "SG201", track.axis, before, after, effect.reason, limit)
-        elif effect.spans is None and not (effect.before or effect.after):
-            rule = "SG202" if is_rows and packet in ROUTES else "SG203"
-            self._note(node, rule, track.axis, inf, inf, effect.reason, inf)
-        if effect.spans is None:
+        node = operation.node
+        before, after = effect.before if track.before else 0, effect.after if track.after else 0
+        limit = max(track.before if before else 0, track.after if after else 0)
+        self._note_mixing(node, track, before, after, effect.reason, limit)
+        if effect.place is None:
+            if not (effect.before or effect.after):
+                rule = "SG202" if track.axis == ROWS and operation.packet in ROUTES else "SG203"
+                self._note(node, rule, track.axis, effect.reason)
             return None
-        if effect.spans is track.spans and not (before or after):
+        if effect.place is track.place and not (before or after):
             return track
-        moved = replace(track, spans=effect.spans)
+        moved = replace(track, place=effect.place)
         if moved.is_reversed != track.is_reversed:
             moved = replace(moved, before=track.after, after=track.before)
-        copied = self._copied(node, packet, track, moved)
+        copied = self._copied(operation, track, moved)
         # What lies before the first valid position has seen what a short row has behind its last one.
         seen_before = max(copied, moved.shorter_than(after) if after and moved.origin > 0 else 0)
         seen_after = max(copied, moved.shorter_than(before))
@@ -238,16 +221,15 @@ class _Follower:
             moved = replace(moved, before=max(moved.before, seen_before), after=max(moved.after, seen_after))
         return moved
 
-    def _copied(self, node: fx.Node, packet: Any, track: Track, moved: Track) -> float:
+    def _copied(self, operation: Operation, track: Track, moved: Track) -> float:
         """In which rows copies that an operator pads with hold padding: those shorter than so many positions."""
-        if packet not in PADS or moved.moves == track.moves or not (track.before or track.after):
+        if operation.packet not in PADS or moved.moves == track.moves or not (track.before or track.after):
             return 0
-        args = bind(node, node.target)  # type: ignore[arg-type]
-        mode = str(args.get("mode", node.target))
+        args = operation.args
+        mode = str(args.get("mode", operation.node.target))
         copies = next((kind for kind in ("reflect", "circular", "replicat") if kind in mode), None)
         if copies and track.is_cut:  # they stand where positions were cut off, which something else may still have
-            reason = "it fills with copies where positions were cut off"
-            self._note(node, "SG202" if track.axis == ROWS else "SG201", track.axis, inf, inf, reason, inf)
+            self._note_mixing(operation.node, track, inf, inf, "it fills with copies where positions were cut off")
         if copies == "reflect":
             return moved.shorter_than(max(args.get("pad") or args["padding"]) + 1)
         return inf if copies == "circular" else 0
@@ -257,29 +239,42 @@ class _Follower:
         if len({(track.axis, track.dim) for track in tracks}) == len(tracks):
             return tuple(tracks)
         kept: dict[tuple[str, int], Track] = {}
-        if places.overwritten(node) is None:  # else it is the first operand that stays where it is
+        if overwritten(node) is None:  # else it is the first operand that stays where it is
             tracks = sorted(tracks, key=lambda track: abs(track.origin))
         for track in tracks:
             first = kept.setdefault((track.axis, track.dim), track)
             if first.moves != track.moves:
                 before, after = first.misses(track)
-                is_rows = track.axis == ROWS
                 before, after = before if track.before else 0, after if track.after else 0
-                if before or after:
-                    reason = "it combines positions that lie elsewhere"
-                    self._note(node, "SG202" if is_rows else "SG201", track.axis, before, after, reason, inf)
+                self._note_mixing(node, track, before, after, "it combines positions that lie elsewhere")
             if track.before > first.before or track.after > first.after:
                 both = max(first.before, track.before), max(first.after, track.after)
                 kept[track.axis, track.dim] = replace(first, before=both[0], after=both[1])
         return tuple(kept.values())
 
-    def _unknown(self, node: fx.Node, reason: str = "its effect on spans is not known") -> _State:
+    def _unknown(self, node: fx.Node, reason: str = NOT_KNOWN) -> _State:
         for axis in {track.axis: None for source in node.all_input_nodes for track in self._tracks(source)}:
-            self._note(node, "SG203", axis, inf, inf, reason, inf)
+            self._note(node, "SG203", axis, reason)
         return ()
 
+    def _note_mixing(
+        self, node: fx.Node, track: Track, before: float, after: float, reason: str, shorter_than: float = inf
+    ) -> None:
+        """SG201 or SG202, if padding reaches anything."""
+        if before or after:
+            is_rows = track.axis == ROWS
+            rule, limit = ("SG202", inf) if is_rows else ("SG201", shorter_than)
+            self._note(node, rule, track.axis, reason, before, after, limit)
+
     def _note(
-        self, node: fx.Node, rule: str, axis: str, before: float, after: float, reason: str, shorter_than: float
+        self,
+        node: fx.Node,
+        rule: str,
+        axis: str,
+        reason: str,
+        before: float = inf,
+        after: float = inf,
+        shorter_than: float = inf,
     ) -> None:
         if (known := self._leaks.get((node, rule, axis))) is not None:
             before, after = max(before, known.before), max(after, known.after)
@@ -309,14 +304,10 @@ class _Follower:
                 self._states[view] = state
             elif view is not node:
                 for axis in changed:
-                    self._note(node, "SG203", axis, inf, inf, f"it writes into the memory of {view}", inf)
+                    self._note(node, "SG203", axis, f"it writes into the memory of {view}")
 
     def _last_use(self, node: fx.Node) -> int:
         return max((self._order[user] for user in node.users), default=-1)
-
-
-def _nodes(given: Any) -> Sequence[fx.Node]:
-    return (given,) if isinstance(given, fx.Node) else nodes_in([given]) if isinstance(given, list | tuple) else ()
 
 
 def _of(axis: str, state: _State) -> set[Track]:

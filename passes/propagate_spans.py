@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -28,7 +28,7 @@ from torch.fx.node import map_arg
 
 from spangraph.passes import span_maps
 from spangraph.passes.nodes import aliased, val, written
-from spangraph.passes.span_maps import SpanMap
+from spangraph.passes.span_maps import Place, SpanMap
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ _Shape = tuple[int, ...]
 _State = SpanMap | Unknown
 _States = dict[fx.Node, _State | tuple[_State | None, ...]]  # a tuple where the node gives several tensors
 _DIFFERENT = "its operands hold the spans at different places"
+NOT_KNOWN = "its effect on spans is not known"
 
 
 def packets(names: str) -> frozenset[Any]:
@@ -60,21 +61,25 @@ _DIM_VIEWS = packets(
     "transpose permute movedim moveaxis swapaxes swapdims t mT mH adjoint numpy_T matrix_H unsqueeze squeeze flatten"
 )
 # Only the shape or the dtype of another operand counts, or of any.
-LIKE_OTHER = packets("expand_as view_as reshape_as type_as to")
-SHAPE_ONLY = packets(
+_LIKE_OTHER = packets("expand_as view_as reshape_as type_as to")
+_SHAPE_ONLY = packets(
     "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full "
     "new_empty_strided size sym_size sym_numel sym_stride"
 )
 # Elementwise, but at least one overload is without torch.Tag.pointwise.
-ELEMENTWISE = packets(
+_ELEMENTWISE = packets(
     "to _to_copy detach alias clone contiguous dropout dropout_ feature_dropout alpha_dropout feature_alpha_dropout "
     "native_dropout where masked_fill masked_fill_ lift_fresh lift_fresh_copy nan_to_num type_as copy copy_ real imag "
     "conj _conj _neg_view resolve_conj resolve_neg complex polar prelu hardswish rsub divide multiply subtract "
     "true_divide absolute negative arctan2 floor_divide __and__ __or__ isclose bernoulli log_sigmoid special_expit "
     "zero zero_ fill fill_"
 )
-CATS = packets("cat concat concatenate")
-JOINS = CATS | packets("stack")
+REDUCTIONS = packets(
+    "sum nansum mean nanmean prod amax amin max min any all argmax argmin norm linalg_vector_norm logsumexp std var "
+    "std_mean var_mean count_nonzero median nanmedian mode kthvalue"
+)
+_CATS = packets("cat concat concatenate")
+_JOINS = _CATS | packets("stack")
 RULES: dict[Any, span_maps.Rule] = {
     packet: rule
     for rule, packets in {
@@ -89,15 +94,10 @@ RULES: dict[Any, span_maps.Rule] = {
         span_maps.elsewhere_rule: packets("sort topk glu index_select"),
         span_maps.before_last_rule: packets("linear"),
         span_maps.drop_dim_rule: packets("select unbind"),
-        span_maps.land_rule: _DIM_VIEWS
-        | packets(
-            "view_as_real sum nansum mean nanmean prod amax amin max min any all argmax argmin norm linalg_vector_norm "
-            "logsumexp std var std_mean var_mean count_nonzero median nanmedian mode kthvalue"
-        ),
+        span_maps.land_rule: _DIM_VIEWS | REDUCTIONS | packets("view_as_real"),
         span_maps.seat_rule: _SHAPE_VIEWS,
         span_maps.align_rule: packets("expand expand_as broadcast_to repeat tile"),
-        span_maps.slice_rule: packets("slice"),
-        span_maps.narrow_rule: packets("narrow"),
+        span_maps.slice_rule: packets("slice narrow"),
         span_maps.split_rule: packets(
             "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split unsafe_split_with_sizes"
         ),
@@ -113,7 +113,7 @@ RULES: dict[Any, span_maps.Rule] = {
             "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
             "upsample_trilinear3d upsample_bicubic2d"
         ),
-        span_maps.cat_rule: CATS,
+        span_maps.cat_rule: _CATS,
         span_maps.stack_rule: packets("stack"),
     }.items()
     for packet in packets
@@ -169,65 +169,96 @@ def _state_of(node: fx.Node, states: _States) -> _State | tuple[_State | None, .
         if isinstance(parts, tuple) and isinstance(item, int):
             return parts[item]
     if not isinstance(target, OpOverload):
-        return _first_unknown(node.all_input_nodes, states) or _unknown(node, "its effect on spans is not known")
-    packet, args = target.overloadpacket, bind(node, target)
-    if packet in LIKE_OTHER:
-        args.pop("other", None)
-    operands = [source for source in nodes_in(args.values()) if source in states]
-    if not target._schema.returns or packet in SHAPE_ONLY or not operands:
+        return _first_unknown(node.all_input_nodes, states) or _unknown(node, NOT_KNOWN)
+    operation = Operation(node, target, lambda source: source in states)
+    operands = list(dict.fromkeys(source for _, source in operation.operands))
+    if not target._schema.returns or not operands:
         return None
-    result = val(node)
-    outs = tuple(shape_of_result(out) for out in (result if isinstance(result, (list, tuple)) else [result]))
-    if torch.Tag.pointwise in target.tags or packet in ELEMENTWISE:
-        found = tuple(_combine(node, operands, states, out) for out in outs)
+    if operation.is_elementwise:
+        found = tuple(_combine(node, operands, states, out) for out in operation.outs)
     elif (target_of := overwritten(node)) in states and torch.Tag.inplace_view not in target.tags:
         return states[target_of]
     elif unknown := _first_unknown(operands, states):
         return unknown
-    elif not are_static(*outs, *map(shape_of, operands)):
-        return _unknown(node, "a size is only known when it runs")
     else:
-        maps = [state for source in operands if isinstance(state := states[source], SpanMap)]
-        reason = _refusal(packet, operands, maps, next(iter(args.values())))
-        if reason:
+        spans, *others = (states[source] for source in operands)
+        if reason := _refusal(operation, operands):
             return _unknown(node, reason)
-        if packet in CATS:
-            args["ahead"] = ahead(args, operands)
-        call = span_maps.Call(str(target), args, shape_of(operands[0]), outs, partial(landing, node))
-        found = tuple(_ask(RULES[packet], node, call, maps[0], index) for index in range(len(outs)))
-    return found if isinstance(result, (list, tuple)) else found[0]
+        if not isinstance(spans, SpanMap) or any(other != spans for other in others):
+            return _unknown(node, _DIFFERENT)
+        found = tuple(_ask(operation, spans, index) for index in range(len(operation.outs)))
+    return found if operation.gives_several else found[0]
 
 
-def _refusal(packet: Any, operands: list[fx.Node], maps: list[SpanMap], first: object) -> str:
+def _refusal(operation: Operation, operands: list[fx.Node]) -> str:
     """Why the table cannot be asked; empty if it can."""
-    if packet not in RULES:
-        return "its effect on spans is not known"
-    if packet not in JOINS and operands != [first]:
+    if not operation.is_static:
+        return "a size is only known when it runs"
+    if operation.packet not in RULES:
+        return NOT_KNOWN
+    if operation.packet not in _JOINS and operands != [next(iter(operation.args.values()))]:
         return "its effect on the spans of another operand than the first is not known"
-    return "" if maps and all(spans == maps[0] for spans in maps) else _DIFFERENT
+    return ""
 
 
-def _ask(rule: span_maps.Rule, node: fx.Node, call: span_maps.Call, spans: SpanMap, index: int) -> _State:
+def _ask(operation: Operation, spans: SpanMap, index: int) -> _State:
+    call = operation.call(*operation.operands[0], index)
     try:
-        found = rule(call, spans, index)
+        found = spans.mapped(partial(RULES[operation.packet], call))
     except span_maps.NotStaticError:
         found = "an amount is only known when it runs"
-    return _unknown(node, found) if isinstance(found, str) else found
+    return _unknown(operation.node, found) if isinstance(found, str) else found
 
 
-def are_static(*shapes: _Shape) -> bool:
-    """Whether all sizes are numbers."""
-    return all(isinstance(size, int) for shape in shapes for size in shape)
+class Operation:
+    """An operator call in a graph, some of whose operands derive from a source.
 
+    Attributes:
+        packet: the operator, whatever its overload.
+        args: its arguments by schema name, defaults filled in, without those of which only shape or dtype counts.
+        operands: the derived tensors among them, with the argument that each is in.
+        outs: shape of each output.
+        gives_several: whether it gives a list or tuple.
+    """
 
-def ahead(args: dict[str, Any], derived: Iterable[fx.Node]) -> int | None:
-    """How many positions a `cat` puts before its derived operand; None where several operands are derived."""
-    found = set(derived)
-    dim = args["dim"]
-    if sum(tensor in found for tensor in args["tensors"]) != 1 or not isinstance(dim, int):
-        return None
-    before = itertools.takewhile(lambda tensor: tensor not in found, args["tensors"])
-    return sum(shape[dim] for tensor in before if (shape := shape_of(tensor)) != (0,))  # an empty cache has one dim
+    def __init__(self, node: fx.Node, target: OpOverload, is_derived: Callable[[fx.Node], bool]) -> None:
+        self.node = node
+        self.packet = target.overloadpacket
+        arguments = target._schema.arguments
+        self.args: dict[str, Any] = {argument.name: argument.default_value for argument in arguments}
+        self.args.update(zip(self.args, node.args, strict=False))
+        self.args.update(node.kwargs)
+        self.operands: list[tuple[str, fx.Node]] = []
+        if self.packet in _LIKE_OTHER:
+            self.args.pop("other", None)
+        if self.packet not in _SHAPE_ONLY:
+            self.operands = [(name, n) for name, given in self.args.items() for n in _nodes_in(given) if is_derived(n)]
+        if self.packet in _CATS:
+            self.args["ahead"] = self._ahead()
+        result = val(node)
+        self.gives_several = isinstance(result, (list, tuple))
+        self.outs = tuple(shape_of_result(out) for out in (result if self.gives_several else [result]))
+        self.is_elementwise = torch.Tag.pointwise in target.tags or self.packet in _ELEMENTWISE
+
+    @property
+    def is_static(self) -> bool:
+        """Whether all sizes are numbers."""
+        shapes = (*self.outs, *(shape_of(source) for _, source in self.operands))
+        return all(isinstance(size, int) for shape in shapes for size in shape)
+
+    def call(self, name: str, source: fx.Node, index: int) -> span_maps.Call:
+        """One of the operands and the index-th output, for the rules."""
+        land = partial(_landing, self.node, index=index)
+        return span_maps.Call(str(self.node.target), self.args, name, shape_of(source), self.outs, index, land)
+
+    def _ahead(self) -> int | None:
+        """How many positions a `cat` puts before its derived operand; None where several operands are derived."""
+        tensors, dim = self.args["tensors"], self.args["dim"]
+        derived = {source for _, source in self.operands}
+        if sum(tensor in derived for tensor in tensors) != 1 or not isinstance(dim, int):
+            return None
+        before = itertools.takewhile(lambda tensor: tensor not in derived, tensors)
+        return sum(shape[dim] for tensor in before if (shape := shape_of(tensor)) != (0,))  # an empty cache has one dim
 
 
 def _combine(node: fx.Node, operands: list[fx.Node], states: _States, out: _Shape) -> _State:
@@ -238,20 +269,19 @@ def _combine(node: fx.Node, operands: list[fx.Node], states: _States, out: _Shap
     others: list[tuple[_Shape, Unknown]] = []
     for operand in operands:
         state, shape = states[operand], shape_of(operand)
-        aligned = state.aligned(shape, out) if isinstance(state, SpanMap) else None
-        if aligned is not None:
+        if isinstance(state, Unknown):
+            others.append((shape, state))
+        elif isinstance(state, SpanMap) and (aligned := state.mapped(partial(Place.aligned, shape=shape, out=out))):
             maps.append(aligned)
         else:
-            others.append(
-                (shape, state if isinstance(state, Unknown) else _unknown(node, "it broadcasts a span or row"))
-            )
+            others.append((shape, _unknown(node, "it broadcasts a span or row")))
     if not maps:
         return others[0][1]
     if any(spans != maps[0] for spans in maps):
         return _unknown(node, _DIFFERENT)
     for shape, unknown in others:
         padded = (1,) * (len(out) - len(shape)) + shape
-        if any(padded[dim] != 1 or out[dim] == 1 for dim in maps[0].dims):
+        if any(padded[place.dim] != 1 or out[place.dim] == 1 for place in maps[0].places[1:]):
             return unknown
     return maps[0]
 
@@ -267,23 +297,25 @@ def _mark_views_above(value: fx.Node, states: _States) -> fx.Node | None:
         if source is None:
             return last_write
         state = states[node]
-        states[source] = seen_from(node, source, state) if isinstance(state, SpanMap) else state
+        if isinstance(state, SpanMap):
+            seen: SpanMap | None = state.mapped(partial(seen_from, node, source))
+            state = seen or _unknown(node, "what it is a view of does not hold rows and spans along dims of their own")
+        states[source] = state
         node = source
 
 
-def seen_from(view: fx.Node, source: fx.Node, spans: SpanMap) -> _State:
-    """The state of `source`, given that of a view of it."""
+def seen_from(view: fx.Node, source: fx.Node, place: Place) -> Place | None:
+    """A place in `source`, given that in a view of it."""
     packet = getattr(view.target, "overloadpacket", None)
-    found: SpanMap | None = spans
     if packet in _SHAPE_VIEWS:
-        found = spans.reseated(shape_of(view), shape_of(source))
-    elif packet in _DIM_VIEWS:
-        places = ((landing(view, dim), dim) for dim in range(len(shape_of(source))))
-        found = spans.relaid({place: dim for place, dim in places if place is not None})
-    return found or _unknown(view, "what it is a view of does not hold rows and spans along dims of their own")
+        return place.reseated(shape_of(view), shape_of(source))
+    if packet in _DIM_VIEWS:
+        dims = [dim for dim in range(len(shape_of(source))) if _landing(view, dim) == place.dim]
+        return place.at(dims[-1]) if dims else None
+    return place
 
 
-def landing(node: fx.Node, dim: int, index: int = 0) -> int | None:
+def _landing(node: fx.Node, dim: int, index: int = 0) -> int | None:
     """Which dim of an output a dim of the first argument becomes, read off the operator itself: it is run on a meta
     tensor in which only that dim has a size that occurs nowhere else.
     """
@@ -293,11 +325,11 @@ def landing(node: fx.Node, dim: int, index: int = 0) -> int | None:
     result = val(node)
     out = shape_of_result(result[index] if isinstance(result, (list, tuple)) else result)
     kwargs = tuple(node.kwargs.items())
-    return _landing(node.target, node.args[1:], kwargs, val(source).dtype, shape_of(source), out, dim, index)
+    return _probed(node.target, node.args[1:], kwargs, val(source).dtype, shape_of(source), out, dim, index)
 
 
 @lru_cache(maxsize=4096)  # layers repeat
-def _landing(
+def _probed(
     target: Any, args: Any, kwargs: Any, dtype: torch.dtype, shape: _Shape, out: _Shape, dim: int, index: int
 ) -> int | None:
     if target is torch.ops.aten.numpy_T.default:  # warns unless 2-D
@@ -356,19 +388,12 @@ def _same_tensors(graph: fx.Graph, value: fx.Node) -> set[fx.Node]:
     return same
 
 
-def bind(node: fx.Node, target: OpOverload) -> dict[str, Any]:
-    """The node's arguments by schema name, in its order, defaults filled in."""
-    arguments = target._schema.arguments
-    args = {argument.name: argument.default_value for argument in arguments}
-    args.update(zip(args, node.args, strict=False))
-    return {**args, **node.kwargs}
-
-
-def nodes_in(arguments: Iterable[Any]) -> list[fx.Node]:
-    """All different nodes in nested arguments, in order."""
+def _nodes_in(argument: Any) -> Iterable[fx.Node]:
+    """All different nodes in an argument, in order."""
     found: dict[fx.Node, None] = {}
-    map_arg(tuple(arguments), lambda node: found.setdefault(node))
-    return list(found)
+    if isinstance(argument, (fx.Node, list, tuple)):
+        map_arg(argument, lambda node: found.setdefault(node))
+    return found
 
 
 def _first_unknown(nodes: Iterable[fx.Node], states: _States) -> Unknown | None:

@@ -170,7 +170,7 @@ def export_model(
 
 def _export(root: _Root, tensors: Sequence[Tensor], inference: bool) -> fx.GraphModule:
     try:
-        with run_mode(inference), warnings.catch_warnings(), _quiet(), _user_frames(), _refuse_writes(root.model):
+        with run_mode(inference), warnings.catch_warnings(), _quiet(), _user_frames(), _RefuseWrites(root.model):
             warnings.simplefilter("ignore")  # export warns of its own internals
             exported = torch.export.export(root, tuple(tensors), strict=False)
             if "check_guards" in inspect.signature(exported.module).parameters:
@@ -243,28 +243,23 @@ class _WithoutGraphs:
         return getattr(self._stream, name)
 
 
-@contextlib.contextmanager
-def _refuse_writes(model: nn.Module) -> Iterator[None]:
+class _RefuseWrites(TorchDispatchMode):
     """Refuse an export that writes a real tensor: export would write it once, for good.
 
     Inside the trace fake tensors stand in for registered parameters and buffers, so a real one is written only where
     the forward reaches it otherwise: as a plain attribute, or through an object that holds a registered buffer too.
     """
-    held = {storage_key(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    with _AttributeGuard(held | HostState(model).tensors):
-        yield
 
-
-class _AttributeGuard(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, attributes: dict[int, str]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._attributes = attributes
+        held = {storage_key(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+        self._labels = held | HostState(model).tensors
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in written_by(func, args, kwargs or {}) if isinstance(func, OpOverload) else ():
-            if (label := self._attributes.get(storage_key(tensor))) is not None:
+            if (label := self._labels.get(storage_key(tensor))) is not None:
                 raise HostStateError(
                     f"the forward writes {label} otherwise than as a registered buffer of its module, so a graph would"
                     " get a copy of its own: register it, and write it as self.name."

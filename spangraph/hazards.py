@@ -48,7 +48,6 @@ def find_capture_hazards(
     model: nn.Module,
     run: Callable[..., Any],
     tensors: Sequence[Tensor],
-    generators: Sequence[torch.Generator] = (),
     declared: Callable[[], Iterable[tuple[Declaration, str, Tensor]]] = tuple,
 ) -> list[Diagnostic]:
     """Run a forward, and say what of it a capture cannot hold: SG401 host reads, SG402 copies between the device and
@@ -63,9 +62,8 @@ def find_capture_hazards(
     Returns:
         One diagnostic per rule, line and finding, with the number of times, in order of first occurrence.
     """
-    inference = any(tensor.is_inference() for tensor in [*model.parameters(), *model.buffers()])
     with preserve_random():
-        (_, watch), changed = settle(model, lambda: run_watched(model, run, tensors, inference, generators, _Hazards))
+        _, watch, changed = settle(model, run, tensors, kind=_Hazards)
     assert isinstance(watch, _Hazards)
     for label in changed:
         what = f"the forward changes {label} at every call, which a replay cannot repeat."

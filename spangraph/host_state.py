@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 # What torch keeps in a module; the last two are what an RNN makes of its parameters.
 _INTERNAL = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+# Values that hold nothing else and do not change.
+ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _MISSING = object()
 # Deep enough for a cache: object -> list of layers -> layer -> tensor. A model may also refer to the engine it runs in.
 _MAX_DEPTH = 4
@@ -78,7 +79,7 @@ class HostState:
             return
         if isinstance(value, torch.Generator):
             self.generators.append(value)
-        if isinstance(value, _ATOMS) or id(value) in self._seen or depth > _MAX_DEPTH:
+        if isinstance(value, ATOMS) or id(value) in self._seen or depth > _MAX_DEPTH:
             return
         self._seen.add(id(value))
         box = vars(value) if _is_plain_object(value) else value
@@ -134,7 +135,7 @@ def _is_same(old: Any, new: Any) -> bool:
         return False
     if isinstance(old, list | deque | tuple):
         return len(old) == len(new) and all(map(_is_same, old, new))
-    return old is new or (isinstance(old, (*_ATOMS, set)) and old == new)
+    return old is new or (isinstance(old, (*ATOMS, set)) and old == new)
 
 
 @contextlib.contextmanager

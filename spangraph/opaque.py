@@ -17,7 +17,7 @@ from spangraph.passes.host_reads import host_read_error
 from spangraph.passes.marks import MarkInfo
 from spangraph.structure import CallSpec, Constant, flatten_output
 from spangraph.trace import Trace, trace_of
-from spangraph.watch import run_watched, settle
+from spangraph.watch import settle
 
 aten = torch.ops.aten
 
@@ -79,7 +79,7 @@ def trace_opaquely(
         DeclarationError, or whatever the forward raises.
     """
     root = OpaqueRoot(model, call, declarations)
-    (leaves, watch), rebinds = settle(model, lambda: run_watched(model, root, tensors, inference, generators))
+    leaves, watch, rebinds = settle(model, root, tensors, generators)
     if watch.reads and verify != "off":
         error = host_read_error(watch.reads)
         if verify == "error":

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -51,9 +51,8 @@ class _Reader:
             return Pipeline(nodes, edges, **options)
         except PipelineError as error:
             self._refuse(error.problems)
-            raise AssertionError from None  # not reached
 
-    def _refuse(self, problems: Sequence[str]) -> None:
+    def _refuse(self, problems: Sequence[str]) -> NoReturn:
         raise PipelineError(f"{self._path} does not describe a pipeline", [self._with_line(p) for p in problems])
 
     def _with_line(self, problem: str) -> str:

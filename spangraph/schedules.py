@@ -60,25 +60,20 @@ class Scheduler:
     Args:
         pipeline: nodes and edges.
         walk: the walk to run; default the first.
-        iterations: launches of each node; default one that leaves chunks over, and then as many as can be uncut.
     """
 
-    def __init__(self, pipeline: Pipeline, walk: str | None = None, *, iterations: int | None = None) -> None:
+    def __init__(self, pipeline: Pipeline, walk: str | None = None) -> None:
         walk = pipeline.walks[0] if walk is None else walk
         self.depth, self.ring_depth = pipeline.speculation_depth, pipeline.ring_depth
-        self.iterations = self.depth + 2 if iterations is None else iterations
-        edges = [e for e in pipeline.edges if e.walks is None or walk in e.walks]
-        self.edges = [replace(e, walks=None) for e in edges]  # can be hashed, whatever walks are
+        self.iterations = self.depth + 2  # of each node: one that leaves chunks over, and then as many as can be uncut
+        self.edges = [replace(e, walks=None) for e in pipeline.edges_on(walk)]  # can be hashed, whatever walks are
         touched = {name for e in self.edges for name in (e.node, e.target)}
         self.nodes = [n for n in pipeline.nodes if n.name in touched or not self.edges or n.spanned_outputs(walk)]
         self.spanned = {n.name: n.spanned_outputs(walk) for n in self.nodes}
-        named = [(e.node, e.output) for e in self.edges]  # maybe spanned on another walk only
-        self.outputs = {
-            n.name: list(
-                dict.fromkeys([*self.spanned[n.name], *n.outputs, *(o for name, o in named if name == n.name)])
-            )
-            for n in self.nodes
-        }
+        self.outputs = {n.name: [*dict.fromkeys([*self.spanned[n.name], *n.outputs])] for n in self.nodes}
+        for edge in self.edges:
+            if edge.output not in self.outputs[edge.node]:  # spanned on another walk only
+                self.outputs[edge.node].append(edge.output)
         self._index = {n.name: i for i, n in enumerate(self.nodes)}
         self._into = [[e for e in self.edges if e.target == n.name] for n in self.nodes]
         workers = list(dict.fromkeys(n.worker for n in self.nodes))
@@ -86,8 +81,7 @@ class Scheduler:
         self._targets = [self._startable(i) for i in range(len(self.nodes))]  # what may start on a node's outputs
         involved = {t for ts in self._targets for t in ts} | {i for i, ts in enumerate(self._targets) if ts}
         self._inert = [i not in involved for i in range(len(self.nodes))]
-        self._source = {e: self._index[e.node] for e in self.edges}
-        between = Counter((self._source[e], self._index[e.target]) for e in self.edges)
+        between = Counter((self._index[e.node], self._index[e.target]) for e in self.edges)
         kinds = sum(2 ** between[i, t] - 1 for i, targets in enumerate(self._targets) for t in targets)
         can_fill = self.ring_depth is not None and self.ring_depth <= self.depth
         self._num_starts = kinds + can_fill if kinds else 0  # at most: with any of the edges taken padded
@@ -116,7 +110,7 @@ class Scheduler:
         uncut = state.uncut[self._worker[node]]
         padded = set()
         for edge in self._into[node]:
-            source = self._source[edge]
+            source = self._index[edge.node]
             cut = state.launched[source] - state.uncut[self._worker[source]].count(source)
             if state.launched[node] < self._tokens(edge, cut, backlog):
                 continue

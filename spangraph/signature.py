@@ -237,7 +237,7 @@ class SignatureBuilder:
             own = trace.leaf_names[plan.output] if plan.output < len(trace.leaf_names) else ""
             label = cut.name if plan.output == cut.output or not own else f"{cut.name} (output {own})"
             shape = list(val(results[plan.output]).shape)
-            del shape[plan.span_map.row_dim or 0]
+            del shape[plan.span_map.row_dim]
             cuts[plan.output] = replace(
                 cut,
                 output=plan.output,

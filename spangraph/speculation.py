@@ -86,19 +86,12 @@ class SpeculatingExecutor(Scheduler):
     nothing. Steps are staged and cut by a real `SpanStager` per worker.
 
     Args:
-        pipeline, walk, iterations: see `Scheduler`.
+        pipeline, walk: see `Scheduler`.
         device: share one between executors to save its threads.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        walk: str | None = None,
-        *,
-        iterations: int | None = None,
-        device: SimulatedDevice | None = None,
-    ) -> None:
-        super().__init__(pipeline, walk, iterations=iterations)
+    def __init__(self, pipeline: Pipeline, walk: str | None = None, *, device: SimulatedDevice | None = None) -> None:
+        super().__init__(pipeline, walk)
         self.device = device or SimulatedDevice()
         self.plays = 0
         self._plain: dict[frozenset[Edge], Deliveries] = {}  # by backlog; the same in every order

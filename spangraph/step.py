@@ -257,7 +257,7 @@ class Rows(Mapping[Hashable, Entry]):
             for position, row in extents.items()
             for extent in row
         ]
-        return gather(outputs[cut.output].movedim(mapped.row_dim or 0, 0), cut.source_dims, crops)
+        return gather(outputs[cut.output].movedim(mapped.row_dim, 0), cut.source_dims, crops)
 
     def _position(self, row_id: Hashable) -> int:
         ids = self._launch.row_ids

@@ -15,22 +15,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from spangraph.errors import InputError, TraceError
+from spangraph.host_state import ATOMS
 from spangraph.spans import SpannedOutput
 
 # Leaves of (args, kwargs) that may be baked into a graph: compared by type and value.
-_CONSTANTS = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
+_CONSTANTS = (*ATOMS, torch.layout, torch.memory_format)
 
 
 @dataclass(frozen=True)

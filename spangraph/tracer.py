@@ -20,7 +20,7 @@ from spangraph.opaque import OpaqueRoot, trace_opaquely
 from spangraph.passes.host_reads import host_read_error
 from spangraph.structure import CallSpec
 from spangraph.trace import HostStateError, Trace, run_mode
-from spangraph.watch import run_watched, settle
+from spangraph.watch import is_for_inference, settle
 
 # torch.export patches global state: parallel traces break each other.
 TRACE_LOCK = threading.Lock()
@@ -80,7 +80,7 @@ def trace_model(
         TraceError, HostReadError, DeclarationError, or what the forward raises.
     """
     declarations = find_declarations(model, walk)
-    inference = any(t.is_inference() for t in [*model.parameters(), *model.buffers()])
+    inference = is_for_inference(model)
     with run_mode(inference):
         examples = [t.detach().clone() if t.is_inference() and not inference else t.detach() for t in tensors]
     device_type = examples[0].device.type if examples else "cpu"
@@ -97,8 +97,7 @@ def trace_model(
             try:
                 trace = export_model(model, call, examples, declarations, inference=inference)
             except HostStateError:
-                _, changed = settle(model, lambda: run_watched(model, run, examples, inference, generators))
-                if changed:
+                if settle(model, run, examples, generators)[2]:
                     raise
                 trace = export_model(model, call, examples, declarations, inference=inference)
         except HostReadError:

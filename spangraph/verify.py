@@ -23,7 +23,6 @@ from spangraph.passes.nodes import placeholders
 from spangraph.report import Report
 from spangraph.spans import Span, describe_bad_span
 from spangraph.structure import example_args, normalise_call, split_call
-from spangraph.trace import Trace
 from spangraph.tracer import TRACE_LOCK, trace_model
 
 
@@ -98,7 +97,12 @@ def verify(
             if not strict and not find_host_reads(erase_assertions(trace.gm)):
                 found = [_traced_around(d) if d.rule == "SG401" else d for d in found]
             found += trace.diagnostics
-            found += _check_graph(trace, dims, padding)
+            inputs = placeholders(trace.gm.graph)
+            sources = [Source(inputs[i], name, spanned, padding) for name, (at, spanned) in dims.items() for i in at]
+            prepared = prepare_graph(
+                trace.gm, trace.infos, trace.leaf_names, reads=True, sources=sources, padding=padding
+            )
+            found += prepared.diagnostics
         except DeclarationError as error:
             found.append(_refusal(error, forward))
         except TraceError as error:
@@ -169,19 +173,6 @@ def _bad_spans(marking: Marking) -> Iterator[Diagnostic]:
                 "compute the span from what is produced, not from what was asked for.",
                 count=len(bad),
             )
-
-
-def _check_graph(trace: Trace, dims: Mapping[str, tuple[list[int], tuple[int, ...]]], padding: str) -> list[Diagnostic]:
-    """What the passes say of the exported graph.
-
-    Raises:
-        DeclarationError: SG109.
-    """
-    inputs = placeholders(trace.gm.graph)
-    sources = [Source(inputs[i], name, spanned, padding) for name, (places, spanned) in dims.items() for i in places]
-    return prepare_graph(
-        trace.gm, trace.infos, trace.leaf_names, reads=True, sources=sources, padding=padding
-    ).diagnostics
 
 
 def _traced_around(read: Diagnostic) -> Diagnostic:

@@ -157,42 +157,52 @@ def user_line() -> str:
     return ""
 
 
+def is_for_inference(model: nn.Module) -> bool:
+    """Whether some of the model's tensors were made in inference mode: then it must run in it."""
+    return any(tensor.is_inference() for tensor in [*model.parameters(), *model.buffers()])
+
+
 def run_watched(
     model: nn.Module,
     run: Callable[..., Any],
     tensors: Sequence[Tensor],
-    inference: bool,
-    generators: Sequence[torch.Generator],
+    generators: Sequence[torch.Generator] = (),
     kind: type[Watch] = Watch,
 ) -> tuple[Any, Watch]:
     watch = kind(model, tensors)
     device = tensors[0].device if tensors else torch.device("cpu")
-    with run_mode(inference), preserve_generators(device, generators), watch:
+    with run_mode(is_for_inference(model)), preserve_generators(device, generators), watch:
         out = run(*tensors)
     # What the forward has bound in the model is the model's from now on, though the forward made it.
     watch.external |= HostState(model).tensors.keys() | {storage_key(buffer) for buffer in model.buffers()}
     return out, watch
 
 
-def settle(model: nn.Module, run: Callable[[], tuple[Any, Watch]]) -> tuple[tuple[Any, Watch], list[str]]:
-    """Run a forward; and where that changed something on the host once more, to see whether each call does so (a
-    counter, a cache that grows) or only the first (a table built on first use).
+def settle(
+    model: nn.Module,
+    run: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    generators: Sequence[torch.Generator] = (),
+    kind: type[Watch] = Watch,
+) -> tuple[Any, Watch, list[str]]:
+    """Run a forward under a watch; and where that changed something on the host once more, to see whether each call
+    does so (a counter, a cache that grows) or only the first (a table built on first use).
 
-    Returns what the first run returned, and what each call changes; where it does, all is as before, else the table
-    stays.
+    Returns what the first run returned, its watch, and what each call changes; where it does, all is as before, else
+    the table stays.
     """
     before = HostState(model)
     try:
-        first = run()
+        out, first = run_watched(model, run, tensors, generators, kind)
     except BaseException:
         before.restore()
         raise
     if not before.changes():
-        return first, []
+        return out, first, []
     between = HostState(model)
-    _, watch = run()
+    _, watch = run_watched(model, run, tensors, generators, kind)
     changed = [c.label for c in between.changes() if between.is_buffers(c.box) or c.is_state(watch.used)]
     changed += [label for key, label in between.tensors.items() if key in watch.written and key not in before.tensors]
     if changed:
         before.restore()
-    return first, changed
+    return out, first, changed

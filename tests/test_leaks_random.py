@@ -284,7 +284,7 @@ def valid_mask(value: Tensor, tracks: tuple[Track, ...], row: int, span: tuple[i
     """The positions of one row that are valid: along every track."""
     mask = torch.ones(value.shape, dtype=torch.bool)
     for track in tracks:
-        start, end = track.spans.apply(0, *((row, row + 1) if track.axis == ROWS else span))
+        start, end = track.place.apply(*((row, row + 1) if track.axis == ROWS else span))
         kept = torch.zeros(value.shape[track.dim], dtype=torch.bool)
         kept[start:end] = True
         mask &= kept.view([-1 if d == track.dim else 1 for d in range(value.ndim)])
@@ -301,7 +301,7 @@ def within_reach(value: Tensor, tracks: tuple[Track, ...], leaks: list[Leak], sp
         if leak.axis == ROWS or not along:
             return torch.ones_like(mask)
         for track in along:
-            start, end = track.spans.apply(0, *span)
+            start, end = track.place.apply(*span)
             kept = torch.zeros(value.shape[track.dim], dtype=torch.bool)
             kept[start : int(min(start + leak.before, end))] = True
             kept[int(max(end - leak.after, start)) : end] = True

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from spangraph.passes.propagate_spans import Unknown, propagate_spans
-from spangraph.passes.span_maps import Move, SpanMap
+from spangraph.passes.span_maps import Move, Place, SpanMap
 
-Spans = list[tuple[int, int]]
+from .span_rig import Spans, cut_mask, random_spans, span_map, valid_mask
 
 
 class _Model(nn.Module):
@@ -44,31 +44,6 @@ def follow(fn: Callable[[Tensor], Any], x: Tensor, dims: tuple[int, ...]) -> lis
     graph, results = trace(lambda x, _: fn(x.clone()), x)
     found = propagate_spans(graph, next(node for node in graph.nodes if node.name == "clone"), dims)
     return [found.get(node) for node in results]
-
-
-def random_spans(rng: random.Random, shape: Sequence[int], dims: Sequence[int]) -> list[Spans]:
-    """Spans per row: random ones, and among them empty and full ones."""
-    rows = []
-    for _ in range(shape[0]):
-        kind, ends = rng.random(), [sorted(rng.sample(range(shape[dim] + 1), 2)) for dim in dims]
-        if kind < 0.15:
-            ends = [[rng.randrange(shape[dim] + 1)] * 2 for dim in dims]
-        elif kind < 0.3:
-            ends = [[0, shape[dim]] for dim in dims]
-        rows.append([(start, end) for start, end in ends])
-    return rows
-
-
-def valid_mask(shape: Sequence[int], dims: Sequence[int], rows: Sequence[Spans], row: int) -> Tensor:
-    mask = torch.zeros(*shape, dtype=torch.bool)
-    SpanMap.identity(len(shape), dims).cut(mask, row, rows[row]).fill_(True)
-    return mask
-
-
-def cut_mask(out: Tensor, found: SpanMap, row: int, spans: Spans) -> Tensor:
-    mask = torch.zeros(out.shape, dtype=torch.bool)
-    found.cut(mask, row, spans).fill_(True)
-    return mask
 
 
 def check_noise(
@@ -288,11 +263,11 @@ def test_a_view_carries_its_spans_to_everything_that_shares_its_tensor():
     found = propagate_spans(graph, marked, (1,))
     assert found[marked] == SpanMap.identity(3, (1,))
     assert [found.get(node) for node in rest] == [
-        SpanMap(0, (2,), ((),)),
-        SpanMap(1, (3,), ((),)),
-        SpanMap(0, (2,), ((Move(-1, 9, 9),),)),
-        SpanMap(1, (2,), ((),)),
-        SpanMap(0, (1,), ((Move(1, -1, 8),),)),
+        span_map(0, Place(2)),
+        span_map(1, Place(3)),
+        span_map(0, Place(2, (Move(-1, 9, 9),))),
+        span_map(1, Place(2)),
+        span_map(0, Place(1, (Move(1, -1, 8),))),
         None,
         None,
     ]  # what it was computed from is another tensor
@@ -359,7 +334,7 @@ def test_before_an_in_place_write_only_views_are_the_marked_value(own):
     graph, (marked, view, copy, shifted, later) = trace(fn, torch.rand(3, 4, 9))
     found = propagate_spans(graph, marked, (-1,))
     assert found[marked] == found[marked.all_input_nodes[0]] == SpanMap.identity(3, (-1,))
-    assert found[view] == found[later] == SpanMap(0, (1,), ((),))
+    assert found[view] == found[later] == span_map(0, Place(1))
     assert not {copy, shifted} & found.keys()
 
 
@@ -386,7 +361,7 @@ def test_what_the_value_is_written_into_derives_from_then_on():
         assert isinstance(unknown, Unknown)
         assert "it writes the marked value into the memory of" in unknown.reason
     assert found[whole] == found[early] == found[whole.all_input_nodes[0]] == SpanMap.identity(3, (-1,))
-    assert found[sliced] == SpanMap(0, (2,), ((Move(1, -1, 8),),))
+    assert found[sliced] == span_map(0, Place(2, (Move(1, -1, 8),)))
     assert not {before, other} & found.keys()
 
 

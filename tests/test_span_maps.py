@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spangraph.passes.propagate_spans import Unknown, propagate_spans
-from spangraph.passes.span_maps import Move, SpanMap
+from spangraph.passes.span_maps import Move, Place, SpanMap
+
+from .span_rig import Spans, cut_mask, random_spans, span_map, valid_mask
 
 NEUTRAL = -1  # label of elements that an operator adds beside a row's own along dims that are not spanned
 Outputs = Tensor | tuple[Tensor, ...]
-Spans = list[tuple[int, int]]
 
 
 def span_of(kept: Tensor) -> tuple[int, int]:
@@ -54,7 +55,7 @@ def test_move_follows_positions(move, act, width):
 
 def test_moves_are_applied_in_order_and_an_empty_span_never_comes_back():
     crop, grow = Move(1, -4, 3), Move(1, 5, 8)
-    spans = SpanMap(0, (1,), ((crop, grow),))
+    spans = span_map(0, Place(1, (crop, grow)))
     assert spans.apply(0, 5, 9) == (6, 8)
     assert spans.apply(0, 0, 4) == (0, 0)  # cut away by the first move: the pad must not bring it back
     assert spans.apply(0, 6, 6) == (0, 0)
@@ -62,11 +63,11 @@ def test_moves_are_applied_in_order_and_an_empty_span_never_comes_back():
 
 def test_identity_normalises_dims_and_empty_spans():
     spans = SpanMap.identity(4, (-1, -2))
-    assert spans == SpanMap(0, (3, 2), ((), ()))
+    assert spans == span_map(0, Place(3), Place(2))
     assert spans.is_identity
     assert spans.apply(1, 2, 5) == (2, 5)
     assert spans.apply(0, 5, 5) == (0, 0)
-    assert not spans.moved(3, Move(2, 0, 8), width=4).is_identity
+    assert not span_map(0, Place(3, (Move(2, 0, 8),)), Place(2)).is_identity
 
 
 @pytest.mark.parametrize(
@@ -79,9 +80,9 @@ def test_identity_refuses_dims_that_cannot_hold_spans(ndim, dims):
 
 @pytest.mark.parametrize("width", [8, 9, 20])
 def test_moves_that_keep_every_span_are_not_recorded(width):
-    spans = SpanMap.identity(2, (1,))
-    assert spans.moved(1, Move(1, 0, width), width=8) is spans
-    assert spans.moved(1, Move(1, 0, 7), width=8) is not spans  # the mirrored case: one position less
+    place = Place(1)
+    assert place.moved(Move(1, 0, width), width=8) is place
+    assert place.moved(Move(1, 0, 7), width=8) is not place  # the mirrored case: one position less
 
 
 # Row dim before, between and after the spanned dims, which are declared in either order.
@@ -91,7 +92,7 @@ def test_moves_that_keep_every_span_are_not_recorded(width):
 @pytest.mark.parametrize("moves", [(), (Move(1, -1, 3),), (Move(-1, 4, 4), Move(1, 1, 5))])
 def test_cut_is_a_view_of_exactly_the_valid_part(row_dim, dims, moves):
     tensor = torch.randn(5, 5, 5)
-    spans = SpanMap(row_dim, dims, (moves,) * len(dims))
+    spans = span_map(row_dim, *(Place(dim, moves) for dim in dims))
     for row in (0, 4):
         for given in ([(1, 3), (0, 2)][: len(dims)], [(0, 4), (2, 3)][: len(dims)]):
             index: list[int | slice] = [slice(None)] * 3
@@ -127,7 +128,8 @@ def test_reseated_agrees_with_where_a_view_puts_elements():
                 first = rng.choice(divisors)
                 out[at : at + 1] = [first, out[at] // first]
         tracked = rng.sample(range(len(shape)), rng.randint(2, len(shape)))
-        seats = SpanMap(tracked[0], tuple(tracked[1:]), ((),) * (len(tracked) - 1)).reseated(shape, out)
+        spans = span_map(*tracked[:1], *map(Place, tracked[1:]))
+        seats = spans.mapped(lambda place: place.reseated(shape, out))  # noqa: B023 - called at once
         index = torch.arange(torch.Size(shape).numel())
         coordinates = [index.div(torch.Size(shape[dim + 1 :]).numel(), rounding_mode="floor") for dim in tracked]
         coordinates = [c.remainder(shape[dim]).view(out) for c, dim in zip(coordinates, tracked, strict=True)]
@@ -136,8 +138,9 @@ def test_reseated_agrees_with_where_a_view_puts_elements():
             assert not all(any(varies_along(c, at) for at in range(len(out))) for c in coordinates) or 1 in shape
             continue
         placed += 1
-        assert len(set(seats.tracked)) == len(tracked)
-        for at, c, dim in zip(seats.tracked, coordinates, tracked, strict=True):
+        found = [place.dim for place in seats.places]
+        assert len(set(found)) == len(tracked)
+        for at, c, dim in zip(found, coordinates, tracked, strict=True):
             assert out[at] == shape[dim]
             assert varies_along(c, at)
     assert min(placed, refused) > 500
@@ -150,11 +153,13 @@ def varies_along(coordinate: Tensor, dim: int) -> bool:
 
 
 def test_aligned_counts_dims_from_the_right():
-    spans = SpanMap(0, (2,), ((),))
-    assert spans.aligned((3, 4, 9), (2, 3, 7, 9)) == SpanMap(1, (3,), ((),))
-    assert spans.aligned((9, 4, 9), (4, 9)) is None
-    assert spans.aligned((3, 4, 1), (3, 4, 9)) is None
-    assert spans.aligned((1, 4, 9), (3, 4, 9)) is None
+    def aligned(shape: Sequence[int], out: Sequence[int]) -> SpanMap | None:
+        return span_map(0, Place(2)).mapped(lambda place: place.aligned(shape, out))
+
+    assert aligned((3, 4, 9), (2, 3, 7, 9)) == span_map(1, Place(3))
+    assert aligned((9, 4, 9), (4, 9)) is None
+    assert aligned((3, 4, 1), (3, 4, 9)) is None
+    assert aligned((1, 4, 9), (3, 4, 9)) is None
 
 
 @pytest.mark.parametrize(
@@ -176,8 +181,8 @@ def test_aligned_counts_dims_from_the_right():
 )
 def test_reseated_does_not_guess_among_dims_of_size_1(shape, row_dim, dims, out, seats):
     """A span on the wrong dim of size 1 has the same elements, until that dim is padded."""
-    found = SpanMap(row_dim, dims, ((),)).reseated(shape, out)
-    assert (found and found.tracked) == seats
+    found = span_map(row_dim, *map(Place, dims)).mapped(lambda place: place.reseated(shape, out))
+    assert (found and tuple(place.dim for place in found.places)) == seats
 
 
 class _Model(nn.Module):
@@ -200,31 +205,6 @@ def follow(fn: Callable[[Tensor], Outputs], x: Tensor, dims: Sequence[int]) -> l
 def labelled(shape: Sequence[int]) -> Tensor:
     """Every element has a number of its own."""
     return torch.arange(1, torch.Size(shape).numel() + 1).view(*shape)
-
-
-def random_spans(rng: random.Random, shape: Sequence[int], dims: Sequence[int]) -> list[Spans]:
-    """Spans per row: random ones, and among them empty and full ones."""
-    rows = []
-    for _ in range(shape[0]):
-        kind, ends = rng.random(), [sorted(rng.sample(range(shape[dim] + 1), 2)) for dim in dims]
-        if kind < 0.15:
-            ends = [[rng.randrange(shape[dim] + 1)] * 2 for dim in dims]
-        elif kind < 0.3:
-            ends = [[0, shape[dim]] for dim in dims]
-        rows.append([(start, end) for start, end in ends])
-    return rows
-
-
-def valid_mask(shape: Sequence[int], dims: Sequence[int], rows: Sequence[Spans], row: int) -> Tensor:
-    mask = torch.zeros(*shape, dtype=torch.bool)
-    SpanMap.identity(len(shape), dims).cut(mask, row, rows[row]).fill_(True)
-    return mask
-
-
-def cut_mask(out: Tensor, found: SpanMap, row: int, spans: Spans) -> Tensor:
-    mask = torch.zeros(out.shape, dtype=torch.bool)
-    found.cut(mask, row, spans).fill_(True)
-    return mask
 
 
 def check_labels(out: Tensor, found: SpanMap, labels: Tensor, dims: Sequence[int], rows: Sequence[Spans]) -> None:
