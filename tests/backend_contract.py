@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import spangraph
-from spangraph import Backend, Compiled, Rows, Span, SpannedOutput, SpanStager, StepTimeoutError, from_lengths
+from spangraph import Copy, Backend, Compiled, Rows, Span, SpannedOutput, SpanStager, StepTimeoutError, from_lengths
+from spangraph.kernels.compact import pcm16
+
+from .toys import Toy, cut, values
 
 
 class Rig:
@@ -250,6 +253,55 @@ class BackendContract:
         closer.join()
         assert step.is_done
         check(step.rows(), model, x, n)
+
+    # ---- copies --------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("copy", [Copy("device"), Copy("host"), Copy("host", dtype=torch.int16)], ids=str)
+    def test_copied_rows(self, rig: Rig, copy: Copy) -> None:
+        """One graph for all steps in flight, in a pool with other signatures' graphs."""
+        with spangraph.compile(Toy().to(rig.backend.device), backend=rig.backend, depth=3, copies={"audio": copy}) as run:
+            for width in (5, 9, 5):
+                batches = [(torch.randn(3, width), torch.randint(0, 6, (3,))) for _ in range(3)]
+                run(*batches[0])
+                with rig.busy():
+                    steps = [run.launch(x, n) for x, n in batches]
+                for step, (x, n) in reversed(list(zip(steps, batches, strict=True))):
+                    padded = pcm16(x * 2 + 1) if copy.dtype else x * 2 + 1
+                    with step:
+                        owned = step.rows().own()
+                        for rows in (step.rows(), owned):
+                            assert {row.device.type for row in rows.values()} <= {
+                                "cpu" if copy.to == "host" else rig.backend.device.type
+                            }
+                            assert values(rows) == cut(padded, n.tolist())
+                        step.release()
+                        assert values(owned) == cut(padded, n.tolist())
+            pools = [use for use in run.memory().uses if use.part == "(graph pool)"]
+            assert len(pools) == rig.backend.static
+            assert run.memory().leased == 0
+
+    @pytest.mark.parametrize("to", ["device", "host"])
+    def test_copies_that_do_not_fit(self, rig: Rig, to: str) -> None:
+        copies = {"audio": Copy(to, capacity=48)}
+        with spangraph.compile(Toy().to(rig.backend.device), backend=rig.backend, depth=2, copies=copies) as run:
+            for lengths in ([4, 8], [5, 8], [5, 8], [0, 8], [8, 8]):
+                x = torch.randn(2, 8)
+                with run.launch(x, torch.tensor(lengths)) as step:
+                    owned = step.rows().own()
+                    assert values(step.rows()) == cut(x * 2 + 1, lengths)
+                assert values(owned) == cut(x * 2 + 1, lengths)
+            assert run.counts.overflows == 3
+
+    @pytest.mark.parametrize("to", ["device", "host"])
+    def test_released_copies_die(self, rig: Rig, to: str) -> None:
+        if not rig.poisons:
+            pytest.skip("this backend does not poison")
+        with spangraph.compile(Toy().to(rig.backend.device), backend=rig.backend, copies={"audio": to}) as run:
+            step = run.launch(torch.randn(3, 5), torch.tensor([5, 5, 5]))
+            row = step.rows()[0]
+            step.release()
+            rig.backend.synchronize()
+            assert row.isnan().all()
 
     # ---- memory --------------------------------------------------------------------------------------------------
 

@@ -215,7 +215,7 @@ class FakeCuda:
 
     def patch_tensors(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let CPU tensors pin, note streams, and copy asynchronously where that is asked for."""
-        copy = Tensor.copy_
+        copy, fill = Tensor.copy_, Tensor.fill_
 
         def pin_memory(tensor: Tensor) -> Tensor:
             self.refuse_while_capturing()
@@ -225,17 +225,27 @@ class FakeCuda:
         def record_stream(tensor: Tensor, stream: FakeStream) -> None:
             self.note("record_stream", stream.name)
 
+        def on_device() -> bool:
+            return self.capturing or threading.current_thread().name == "simulated-stream"
+
         def copy_(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-            on_device = self.capturing or threading.current_thread().name == "simulated-stream"
-            if on_device or not non_blocking:
+            if on_device() or not non_blocking:
                 return copy(tensor, source)
             self.note("copy", self.current_stream().name)
             self.simulated.launch(lambda: copy(tensor, source))
             return tensor
 
+        def fill_(tensor: Tensor, value: int) -> Tensor:
+            if on_device():
+                return fill(tensor, value)
+            self.note("fill", self.current_stream().name)
+            self.simulated.launch(lambda: fill(tensor, value))
+            return tensor
+
         monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
         monkeypatch.setattr(Tensor, "record_stream", record_stream)
         monkeypatch.setattr(Tensor, "copy_", copy_)
+        monkeypatch.setattr(Tensor, "fill_", fill_)
 
 
 class Slow:
