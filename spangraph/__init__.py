@@ -32,9 +32,10 @@ from spangraph.errors import (
 from spangraph.pipeline import Edge, Node, Pipeline
 from spangraph.report import Report
 from spangraph.spans import Span, SpannedOutput, from_lengths, from_mask, withhold
+from spangraph.rows import Rows
 from spangraph.slots import Copy, Counts
 from spangraph.stager import SpanStager
-from spangraph.step import Rows, Step
+from spangraph.step import Step
 from spangraph.tail import Tail
 from spangraph.verify import verify
 

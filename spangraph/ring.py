@@ -32,11 +32,12 @@ from spangraph.errors import (
     InputError,
     RingFullError,
     StagingError,
+    StaleStepError,
     StepStateError,
     StepTimeoutError,
 )
 from spangraph.kernels.stage import CONTROL_WORDS
-from spangraph.slots import Counts
+from spangraph.slots import Counts, Region
 
 if TYPE_CHECKING:
     from spangraph.stager import Tail
@@ -70,6 +71,17 @@ class Launch:
     withheld: frozenset[tuple[int, str | None]] | None = None
     readers: list[Any] = field(default_factory=list)  # streams that were current when its rows were asked for
     taken: list[tuple[weakref.ref[Tensor], str]] = field(default_factory=list)  # rows and where, while debugging
+
+    def copied(self, region: Region) -> Tensor:
+        """The bytes of a region of its copy slot.
+
+        Raises:
+            StaleStepError: after the lease.
+        """
+        slot, copies = self.copy_slot, self.tail.copies
+        if slot is None or copies is None:
+            raise stale_error(self)
+        return copies.bytes_of(region, slot)
 
     def __str__(self) -> str:
         state = "failed" if self.error else "released" if self.is_released else "leased" if self.is_read else "open"
@@ -537,6 +549,14 @@ class Ring:
 def _remaining(deadline: float) -> float:
     """Seconds left for a lock that is held for the length of a launch: a done step is not late for the lack of it."""
     return min(max(deadline - time.monotonic(), _LAST_SLEEP), threading.TIMEOUT_MAX)
+
+
+def stale_error(launch: Launch) -> StaleStepError:
+    """The error for rows of a step whose lease has ended."""
+    return StaleStepError(
+        f"{launch} was released, so its memory may belong to a later step. Read rows before release(), keep them with"
+        " rows.own(), or raise depth to hold more steps at once."
+    )
 
 
 def _report_taken(launch: Launch) -> None:

@@ -17,8 +17,9 @@ from spangraph.errors import DeclarationError, HostReadError, TraceError
 from spangraph.passes import Copied, Prepared, insert_staging_node, prepare_graph
 from spangraph.passes.marks import Mark, public_names
 from spangraph.passes.nodes import val
+from spangraph.rows import Cut
 from spangraph.slots import Copy, Region
-from spangraph.step import Cut, Step
+from spangraph.step import Step
 from spangraph.structure import CallSpec, Constant
 from spangraph.tail import StagerCore, Tail, make_cut
 from spangraph.trace import Trace

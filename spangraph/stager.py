@@ -14,9 +14,9 @@ from spangraph.declare import Declaration
 from spangraph.errors import DeclarationError, InputError
 from spangraph.kernels.compact import check_compact_args
 from spangraph.kernels.stage import check_stage_args
+from spangraph.rows import Cut
 from spangraph.slots import Copy, Counts
 from spangraph.spans import Span, SpannedOutput
-from spangraph.step import Cut
 from spangraph.tail import StagerCore, Tail, make_cut
 
 

@@ -16,9 +16,10 @@ from spangraph.errors import InputError, RowLookupError, SpanError, StaleGraphEr
 from spangraph.kernels.compact import COPY_WORDS
 from spangraph.passes.span_maps import SpanMap
 from spangraph.ring import Launch, Ring
+from spangraph.rows import Cut
 from spangraph.slots import ALIGNMENT, COPIES, Copy, CopySlots, Counts, Layout, Region, SlotBuffer
 from spangraph.spans import Span
-from spangraph.step import Cut, Step
+from spangraph.step import Step
 
 
 class Tail:
@@ -138,7 +139,7 @@ class Tail:
                 continue
             num_bytes = offset * ALIGNMENT
             with contextlib.suppress(SpanError):  # of the last row, which then takes none
-                num_bytes += sum(map(cut.crop_bytes, cut.extents(self.column(launch, cut.column), last)))
+                num_bytes += sum(map(cut.crop_bytes, cut.windows(self.column(launch, cut.column), last)))
             counts.host_bytes += num_bytes if cut.region.on_host else 0
             counts.device_bytes += 0 if cut.region.on_host else num_bytes
             counts.nans += sum(records[first + 2 :: width])

@@ -1,0 +1,383 @@
+"""Rows cut from the outputs of one step, and how an output is cut."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Hashable, ItemsView, Iterator, Mapping, Sequence, ValuesView
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from spangraph.errors import RowLookupError, SpanError
+from spangraph.kernels.compact import COPY_WORDS, pcm16
+from spangraph.kernels.gather import clone_each, gather
+from spangraph.passes.span_maps import SpanMap
+from spangraph.ring import Launch, stale_error
+from spangraph.slots import ALIGNMENT, COPIES, Copy, Region, aligned
+from spangraph.spans import Span, describe_bad_span
+from spangraph.watch import user_line
+
+if TYPE_CHECKING:
+    from spangraph.step import Step
+
+# A tensor, or a tuple of them where a row has several spans; typed so that the usual case needs no cast.
+Entry = Any
+
+# One of a row's parts: (start, end) along each spanned dim of the output.
+Window = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one output tensor of a graph is cut.
+
+    Attributes:
+        name: public name of the spanned output whose spans apply.
+        column: its column in the slot.
+        output: index of the tensor among the graph's outputs.
+        span: the declaration.
+        widths: size of each spanned dim of the declared value; spans are checked against these.
+        span_map: where row and spans lie in this output.
+        label: what messages call it.
+        row_shape: shape of a padded row of this output.
+        dtype: of the delivered rows.
+        casts: whether they are int16 PCM made of floats.
+        region: where a copy slot holds them; None if they are views.
+    """
+
+    name: str
+    column: str
+    output: int
+    span: Span
+    widths: tuple[int, ...]
+    span_map: SpanMap
+    label: str
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+    casts: bool = False
+    region: Region | None = None
+
+    def windows(self, words: memoryview, position: int) -> list[Window]:
+        """A row's parts in this output that are not empty, in the order of its spans.
+
+        Args:
+            words: the spans of the step's rows, as they were staged.
+
+        Raises:
+            SpanError: for a bad span, without the row's id.
+        """
+        span_map = self.span_map
+        is_identity = span_map.is_identity
+        word = position * self.span.words_per_row
+        found: list[Window] = []
+        for _ in range(self.span.max_spans):
+            window: list[tuple[int, int]] = []
+            is_empty = False
+            for dim, width in enumerate(self.widths):
+                start, end = words[word], words[word + 1]
+                word += 2
+                if not 0 <= start <= end <= width:
+                    raise SpanError(
+                        f"of {self.label!r} (dim {self.span.dims[dim]}): {describe_bad_span(start, end, width)}."
+                        " Other rows of the step are not affected."
+                    )
+                if not is_identity:
+                    start, end = span_map.apply(dim, start, end)
+                window.append((start, end))
+                is_empty |= start == end
+            if not is_empty:
+                found.append(tuple(window))
+        return found
+
+    @property
+    def source_dims(self) -> tuple[int, ...]:
+        """The spanned dims once the rows have been moved to dim 0."""
+        return tuple(dim + 1 for dim in self.span_map.row_dims)
+
+    def view(self, padded: Tensor, position: int, window: Window) -> Tensor:
+        """A row's part, as a view of the output."""
+        row_dim = self.span_map.row_dim
+        view = padded.select(row_dim, position) if row_dim else padded[position]
+        for dim, (start, end) in zip(self.span_map.row_dims, window, strict=True):
+            view = view.narrow(dim, start, end - start)
+        return view
+
+    def crop_shape(self, window: Window) -> list[int]:
+        """Shape of a row's part."""
+        shape = list(self.row_shape)
+        for dim, (start, end) in zip(self.span_map.row_dims, window, strict=True):
+            shape[dim] = end - start
+        return shape
+
+    def crop_bytes(self, window: Window) -> int:
+        """Bytes of that part in a copy slot."""
+        return aligned(math.prod(self.crop_shape(window)) * self.dtype.itemsize)
+
+    def padded_bytes(self, num_rows: int) -> int:
+        """The most bytes that a step's rows can take there: each span may be as wide as the output."""
+        return num_rows * self.span.max_spans * aligned(math.prod(self.row_shape) * self.dtype.itemsize)
+
+    def copied_to(self, region: Region, copy: Copy) -> Cut:
+        """The cut whose rows a copy slot holds, in `region`.
+
+        Raises:
+            DeclarationError: if `copy` casts what is no float.
+        """
+        dtype = copy.delivered(self.dtype, self.name)
+        return replace(self, region=region, dtype=dtype, casts=dtype is not self.dtype)
+
+
+class Rows(Mapping[Hashable, Entry]):
+    """Rows of one spanned output: row id -> tensor, of the delivered rows only, in launch order.
+
+    A row's tensor equals `padded[row, ..., start:end]` bit for bit, or `pcm16` of it where that was asked for. It lies
+    in the graph's output or in a ring (see `Copy`), is made when asked for, and is valid until the step is released;
+    `own()` gives copies. With several spans per row an entry is a tuple of tensors. Withheld rows (empty spans) are
+    absent. `rows[row_id]` raises `SpanError` for a row whose span is bad, and iteration yields all good rows before it
+    raises once, naming every bad one.
+    """
+
+    __slots__ = ("_cut", "_index", "_items", "_launch", "_nans", "_owned", "_spans", "_step", "_windows_of")
+
+    def __init__(
+        self,
+        step: Step | None,
+        launch: Launch,
+        cut: Cut,
+        spans: memoryview,
+        owned: Mapping[int, Entry] | None = None,
+        nans: Mapping[int, int] | None = None,
+    ) -> None:
+        self._step = step  # keeps the lease while the rows are in use
+        self._launch = launch
+        self._cut = cut
+        self._spans = spans
+        self._owned = owned
+        self._nans = nans
+        self._index: dict[Hashable, int] | None = None
+        self._windows_of: dict[int, list[Window]] = {}
+        self._items: Tensor | None = None  # its region of the copy slot
+
+    @property
+    def row_ids(self) -> Sequence[Hashable]:
+        """Ids of all real rows at launch, delivered or not."""
+        ids = self._launch.row_ids
+        return range(self._launch.num_rows) if ids is None else ids
+
+    def at(self, position: int) -> Entry | None:
+        """The row at a launch position, or None if it is withheld.
+
+        Raises:
+            RowLookupError: if there is no such position.
+            SpanError: if the row's span is bad.
+            StaleStepError: after the step's release (unless the rows are owned).
+        """
+        if not 0 <= position < self._launch.num_rows:
+            raise RowLookupError(f"no row at position {position}: the step has {self._launch.num_rows} real rows.")
+        return self._entry(position)
+
+    def __getitem__(self, row_id: Hashable) -> Entry:
+        entry = self._entry(self._position(row_id))
+        if entry is None:
+            raise RowLookupError(f"row {row_id!r} of {self._cut.label!r} is withheld: it has no entry.")
+        return entry
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return (row_id for row_id, _ in self._delivered())
+
+    def items(self) -> ItemsView[Hashable, Entry]:
+        """Row ids and rows."""
+        return _Items(self)
+
+    def values(self) -> ValuesView[Entry]:
+        """The rows."""
+        return _Values(self)
+
+    def __len__(self) -> int:
+        """Number of rows that iteration yields."""
+        count = 0
+        for position in range(self._launch.num_rows):
+            with contextlib.suppress(SpanError):
+                count += bool(self._windows(position))
+        return count
+
+    def __repr__(self) -> str:
+        kind = "owned" if self._owned is not None else "view" if self._cut.region is None else "copied"
+        return f"Rows({self._cut.label!r}, {self._launch.num_rows} rows at launch, {kind})"
+
+    def spans(self, row_id: Hashable) -> tuple[Window, ...]:
+        """The row's spans in this output: one per span, each with one `(start, end)` per spanned dim; none if withheld.
+
+        Raises:
+            RowLookupError, SpanError: as for `rows[row_id]`.
+        """
+        return tuple(self._windows(self._position(row_id)))
+
+    def nans(self, row_id: Hashable) -> int:
+        """How many NaNs of the row became 0 in a cast to PCM.
+
+        Raises:
+            RowLookupError, SpanError, StaleStepError: as for `rows[row_id]`.
+        """
+        return self._count_nans(self._position(row_id))
+
+    def own(self) -> Rows:
+        """Copies of the delivered rows that are the caller's for ever: one gather, each row into memory of its own, so
+        that a kept row keeps nothing else alive.
+
+        Bad rows stay bad: reading one raises `SpanError`, as before.
+
+        Raises:
+            StaleStepError: after the step's release.
+        """
+        if self._owned is not None:
+            return self
+        self._check_lease()
+        windows: dict[int, list[Window]] = {}
+        for position in range(self._launch.num_rows):
+            with contextlib.suppress(SpanError):
+                if found := self._windows(position):
+                    windows[position] = found
+        copies = iter(self._gather(windows))
+        owned = {position: self._as_entry([next(copies) for _ in row]) for position, row in windows.items()}
+        nans = {position: self._count_nans(position) for position in windows} if self._cut.casts else None
+        return Rows(None, self._launch, self._cut, self._spans, owned, nans)
+
+    # ---- positions -----------------------------------------------------------------------------------------------
+
+    def _position(self, row_id: Hashable) -> int:
+        ids = self._launch.row_ids
+        if ids is None:
+            position = row_id if isinstance(row_id, int) and 0 <= row_id < self._launch.num_rows else None
+        else:
+            if self._index is None:
+                self._index = {row: i for i, row in enumerate(ids)}
+            position = self._index.get(row_id)
+        if position is None:
+            raise RowLookupError(f"no row {row_id!r} in this step; its rows are {list(self.row_ids)}.")
+        return position
+
+    def _delivered(self) -> Iterator[tuple[Hashable, int]]:
+        """Ids and positions of the delivered rows; raises at the end, for the bad ones."""
+        bad: list[SpanError] = []
+        for position, row_id in enumerate(self.row_ids):
+            try:
+                if self._windows(position):
+                    yield row_id, position
+            except SpanError as error:
+                bad.append(error)
+        if bad:
+            raise SpanError("\n".join(map(str, bad)), [row for error in bad for row in error.rows])
+
+    def _windows(self, position: int) -> list[Window]:
+        """A row's parts; none if it is withheld. Raises for a bad one."""
+        withheld = self._launch.withheld
+        if withheld is not None and ((position, None) in withheld or (position, self._cut.name) in withheld):
+            return []
+        if (known := self._windows_of.get(position)) is not None:
+            return known
+        try:
+            found = self._windows_of[position] = self._cut.windows(self._spans, position)
+        except SpanError as error:
+            row_id = self.row_ids[position]
+            raise SpanError(f"row {row_id!r} {error}", [row_id]) from None
+        return found
+
+    # ---- tensors -------------------------------------------------------------------------------------------------
+
+    def _entry(self, position: int) -> Entry | None:
+        windows = self._windows(position)
+        if not windows:
+            return None
+        if self._owned is not None:
+            return self._owned[position]
+        crops = self._crops(position, windows)
+        if self._step is not None and self._step._ring.debug:
+            where = user_line()
+            self._launch.taken += [(weakref.ref(crop), where) for crop in crops]
+        return self._as_entry(crops)
+
+    def _as_entry(self, crops: Sequence[Tensor]) -> Entry:
+        return tuple(crops) if self._cut.span.max_spans > 1 else crops[0]
+
+    def _check_lease(self) -> None:
+        if self._launch.is_released:
+            raise stale_error(self._launch)
+
+    def _gather(self, windows: Mapping[int, Sequence[Window]]) -> list[Tensor]:
+        """Copies of these rows' parts, in order."""
+        if self._cut.region is not None:
+            return clone_each([crop for position, row in windows.items() for crop in self._crops(position, row)])
+        if not windows:
+            return []
+        outputs = self._launch.outputs  # before the check: another thread may release meanwhile
+        self._check_lease()
+        crops = [(position, window) for position, row in windows.items() for window in row]
+        padded = outputs[self._cut.output].movedim(self._cut.span_map.row_dim, 0)
+        return gather(padded, self._cut.source_dims, crops)
+
+    def _crops(self, position: int, windows: Sequence[Window]) -> list[Tensor]:
+        """A row's parts, in the ring or in the graph's output."""
+        cut = self._cut
+        if cut.region is None:
+            return self._padded(position, windows)
+        offset, _ = self._record(position)
+        if offset < 0:  # the step did not fit
+            crops = self._padded(position, windows)
+            crops = [pcm16(crop) for crop in crops] if cut.casts else crops
+            return [crop.cpu() for crop in crops] if cut.region.on_host else crops
+        if (items := self._items) is None:
+            items = self._items = self._launch.copied(cut.region).view(cut.dtype)
+        self._check_lease()
+        at, unit = items.storage_offset() + offset * ALIGNMENT // cut.dtype.itemsize, ALIGNMENT // cut.dtype.itemsize
+        crops = []
+        for window in windows:
+            shape, strides, size = cut.crop_shape(window), [], 1
+            for extent in reversed(shape):
+                strides.append(size)
+                size *= extent
+            crops.append(items.as_strided(shape, strides[::-1], at))
+            at += -(-size // unit) * unit
+        return crops
+
+    def _padded(self, position: int, windows: Sequence[Window]) -> list[Tensor]:
+        """A row's parts in the graph's output."""
+        outputs = self._launch.outputs  # before the check: another thread may release meanwhile
+        self._check_lease()
+        return [self._cut.view(outputs[self._cut.output], position, window) for window in windows]
+
+    def _record(self, position: int) -> tuple[int, int]:
+        """Where the row's copy begins, in units of 16 bytes (below 0: the step did not fit), and its NaNs."""
+        launch, region = self._launch, self._cut.region
+        assert region is not None, "the output is copied"
+        records = launch.tail.column(launch, COPIES)
+        at = len(records) // launch.num_rows * position + region.index * COPY_WORDS
+        return records[at + 1], records[at + 2]
+
+    def _count_nans(self, position: int) -> int:
+        windows = self._windows(position)
+        if not self._cut.casts or not windows:
+            return 0
+        if self._nans is not None:
+            return self._nans[position]
+        self._check_lease()
+        offset, nans = self._record(position)
+        return nans if offset >= 0 else sum(int(crop.isnan().sum()) for crop in self._padded(position, windows))
+
+
+class _Items(ItemsView[Hashable, Entry]):
+    _mapping: Rows
+
+    def __iter__(self) -> Iterator[tuple[Hashable, Entry]]:
+        return ((row_id, self._mapping._entry(position)) for row_id, position in self._mapping._delivered())
+
+
+class _Values(ValuesView[Entry]):
+    _mapping: Rows
+
+    def __iter__(self) -> Iterator[Entry]:
+        return (self._mapping._entry(position) for _, position in self._mapping._delivered())
