@@ -60,7 +60,7 @@ pyright: $(VENV)/.stamp-lint typing-links
 typing-links:
 	@rm -rf build/typing
 	@mkdir -p build/typing/spangraph
-	@cd build/typing/spangraph && ln -s ../../../spangraph/*.py ../../../spangraph/py.typed ../../../passes ../../../kernels .
+	@cd build/typing/spangraph && ln -s ../../../spangraph/*.py ../../../spangraph/*.md ../../../spangraph/py.typed ../../../passes ../../../kernels .
 
 clean:
 	rm -rf $(VENV) build dist demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

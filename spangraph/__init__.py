@@ -29,11 +29,12 @@ from spangraph.errors import (
     TraceError,
     VerificationError,
 )
+from spangraph.memory import Memory, MemoryUse
 from spangraph.pipeline import Edge, Node, Pipeline
 from spangraph.report import Report
-from spangraph.spans import Span, SpannedOutput, from_lengths, from_mask, withhold
 from spangraph.rows import Rows
 from spangraph.slots import Copy, Counts
+from spangraph.spans import Span, SpannedOutput, from_lengths, from_mask, withhold
 from spangraph.stager import SpanStager
 from spangraph.step import Step
 from spangraph.tail import Tail
@@ -55,6 +56,8 @@ __all__ = [
     "HostReadError",
     "InlineBackend",
     "InputError",
+    "Memory",
+    "MemoryUse",
     "MergeError",
     "Node",
     "Pipeline",

@@ -290,9 +290,7 @@ class InlineBackend(Backend):
     def copy_in(self, static: Tensor, value: Tensor) -> None:
         static.copy_(value)
 
-    def poison(
-        self, outputs: Sequence[Tensor], memory: Sequence[Tensor] = (), *, after: Sequence[Event] = ()
-    ) -> None:
+    def poison(self, outputs: Sequence[Tensor], memory: Sequence[Tensor] = (), *, after: Sequence[Event] = ()) -> None:
         if self.debug:
             poison_([*outputs, *memory])
 
@@ -491,9 +489,7 @@ class CudaBackend(Backend):
     def is_host(self, value: Tensor) -> bool:
         return value.device != self.device
 
-    def poison(
-        self, outputs: Sequence[Tensor], memory: Sequence[Tensor] = (), *, after: Sequence[Event] = ()
-    ) -> None:
+    def poison(self, outputs: Sequence[Tensor], memory: Sequence[Tensor] = (), *, after: Sequence[Event] = ()) -> None:
         if not self.debug:
             return
         for event in after:

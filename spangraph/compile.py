@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from spangraph.backends import Backend, resolve_backend
 from spangraph.declare import find_declarations
 from spangraph.errors import ClosedError, DeclarationError, InputError
-from spangraph.memory import Memory, measure
+from spangraph.memory import Memory, measure_compiled
 from spangraph.passes.marks import public_names
 from spangraph.passes.nodes import val
 from spangraph.pipeline import Pipeline
 from spangraph.report import Report
 from spangraph.signature import Instance, Signature, SignatureBuilder, run
-from spangraph.slots import Copy, Counts
+from spangraph.slots import Copy, Counts, copies_of
 from spangraph.step import Step, profiled
 from spangraph.structure import Constant, normalise_call, split_call
-from spangraph.tail import StagerCore
+from spangraph.tail import StagerCore, refuse_copies
 from spangraph.tracer import refuse_nested
 
 _OPTIONS = ("rows", "num_rows", "wait", "timeout")
@@ -83,8 +83,7 @@ def compile(
             report.raise_for_errors()
         elif report.errors:
             warnings.warn(f"the pipeline has conflicts:\n{report}", stacklevel=2)
-    given = {name: Copy.of(copy) for name, copy in (copies or {}).items()}
-    return Compiled(model, walk, depth, given, trace, backend, verify, staging, wait, tuple(generators))
+    return Compiled(model, walk, depth, copies_of(copies), trace, backend, verify, staging, wait, tuple(generators))
 
 
 def _check_names(model: nn.Module, walk: str, copies: Mapping[str, Copy]) -> None:
@@ -147,6 +146,7 @@ class Compiled:
             backend = next((p.device for p in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
         if copies:
             _check_names(model, walk, copies)
+            refuse_copies(copies, staging)
         self._model = model
         self._walk = walk
         self._backend = resolve_backend(backend)
@@ -169,17 +169,20 @@ class Compiled:
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Step:
-        """Start a step and return its ticket. Never waits for the device, a signature's first launch aside.
+        """Start a step and return its ticket. Never waits for the device, but for a signature's first launch, and where
+        a `Copy` has less capacity than the worst case: then until the graph's last step is known to have fitted.
 
         Args:
             *args, **kwargs: the model's inputs.
             rows: ids of the real rows, default their positions.
             num_rows: number of real rows, default the batch size; the rest are padding and never surface.
-            wait: wait for room instead of raising `RingFullError`, for up to `timeout` seconds.
+            wait: wait for room instead of raising `RingFullError`.
+            timeout: seconds that a launch may wait; None waits for ever.
 
         Raises:
             InputError: for inputs or row ids that cannot be taken.
-            RingFullError: if `depth` steps are open or leased.
+            RingFullError: if `depth` steps are open or leased, or rows of an earlier step lie in the graph's outputs.
+            StepTimeoutError: after `timeout`.
             StaleGraphError: if a parameter or buffer was replaced since the trace.
             ClosedError: after `close`.
             TraceError, HostReadError, DeclarationError, CaptureError: at a signature's first launch.
@@ -307,7 +310,8 @@ class Compiled:
             for output, node in enumerate(prepared.results[: len(trace.leaf_names)]):
                 cut = signature.cuts.get(output)
                 own = trace.leaf_names[output] or str(output)
-                how = f"cut by {cut.name!r}" if cut else "delivered whole"
+                is_staged = output in prepared.staged_outputs
+                how = f"cut by {cut.name!r}" if cut else "spans or row values" if is_staged else "delivered whole"
                 if cut is not None and cut.region is not None:
                     place = "host" if cut.region.on_host else "device"
                     how += f", copied to the {place} ({cut.region.capacity} bytes a step)"
@@ -318,12 +322,12 @@ class Compiled:
 
     @property
     def counts(self) -> Counts:
-        """What became of copies so far."""
+        """What became of the copies of all steps that were read."""
         return self._ring.counts
 
     def memory(self) -> Memory:
         """Pinned, device and graph-pool bytes per output and graph, and what open leases retain."""
-        return measure(self._backend, self._ring, self._by_key.values())
+        return measure_compiled(self._core, self._by_key.values())
 
     def close(self) -> None:
         """Wait for all work, then refuse launches. Steps that were launched can still be read."""

@@ -6,8 +6,8 @@ values into the slot, then n into its header, and advances the cursor. The slot 
 copied it out; the control record is rewritten only after launch n is done, which K = number of slots guarantees: every
 launch that is not known to be done holds a slot.
 
-Where a graph copies rows, the record names a copy slot, too: one of `depth`, held until the step's lease ends. It may be
-taken again while a step that nobody reads is still in flight, as the device writes in launch order.
+Where a graph copies rows, the record names a copy slot, too: one of `depth`, held until the step's lease ends. It may
+be taken again while a step that nobody reads is still in flight, as the device writes in launch order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from spangraph.kernels.stage import CONTROL_WORDS
 from spangraph.slots import Counts, Region
 
 if TYPE_CHECKING:
-    from spangraph.stager import Tail
+    from spangraph.tail import Tail
 
 _logger = logging.getLogger("spangraph")
 
@@ -187,7 +187,7 @@ class Ring:
             copy_slot = self._free_copies.popleft() if tail.copies is not None else None
             launch = Launch(tail, self._next, slot, copy_slot, row_ids, num_rows)
             base = (self._next - 1) % self.num_slots * CONTROL_WORDS
-            record = [slot, num_rows, tail.graph, -1 if copy_slot is None else copy_slot]
+            record: list[Any] = [slot, num_rows, tail.graph, -1 if copy_slot is None else copy_slot]
             self._control[base + 1 : base + CONTROL_WORDS] = record
             self._control[base] = self._next  # last: a record is never half of one and half of another
             self._next += 1
@@ -286,18 +286,23 @@ class Ring:
             names = ", ".join(str(launch) for launch in self._live.values())
             return (
                 f"depth={self.depth} and {len(self._live)} steps are open or leased: {names}. Release one"
-                " (with step: ..., or step.release()), keep its rows with rows.own(), raise depth, or launch with"
+                " (with step: ..., or step.release(); rows.own() keeps its rows), raise depth, or launch with"
                 " wait=True."
             )
         if tail.occupant is not None and tail.occupant.has_overflowed:
             return (
                 f"the copies of {tail.occupant} did not fit, so its rows are cut from the graph's outputs, which a"
-                " replay would overwrite. Release it, keep its rows with rows.own(), or give its Copy more capacity."
+                " replay would overwrite. Release it (rows.own() keeps its rows), or give its Copy more capacity."
+            )
+        if tail.occupant is not None and tail.may_overflow and not tail.occupant.is_read:
+            return (
+                f"{tail.occupant} is not done, so it is not known whether its copies fit; until then its rows may have"
+                " to be cut from the graph's outputs. Give its Copy the capacity of the worst case not to wait."
             )
         if tail.occupant is not None:
             return (
                 f"the outputs of this graph are still leased by {tail.occupant}: a replay would overwrite its rows."
-                " Release it, keep its rows with rows.own(), or capture one graph per step in flight."
+                " Release it (rows.own() keeps its rows), or capture one graph per step in flight."
             )
         return f"no slot is free: dropped steps are still in flight or their waits failed.\n{self.describe()}"
 

@@ -141,7 +141,7 @@ class Rows(Mapping[Hashable, Entry]):
     raises once, naming every bad one.
     """
 
-    __slots__ = ("_cut", "_index", "_items", "_launch", "_nans", "_owned", "_spans", "_step", "_windows_of")
+    __slots__ = ("_cut", "_index", "_items", "_launch", "_nans", "_owned", "_records", "_spans", "_step", "_windows_of")
 
     def __init__(
         self,
@@ -160,6 +160,7 @@ class Rows(Mapping[Hashable, Entry]):
         self._nans = nans
         self._index: dict[Hashable, int] | None = None
         self._windows_of: dict[int, list[Window]] = {}
+        self._records: memoryview | None = None  # what became of the copies
         self._items: Tensor | None = None  # its region of the copy slot
 
     @property
@@ -352,11 +353,12 @@ class Rows(Mapping[Hashable, Entry]):
 
     def _record(self, position: int) -> tuple[int, int]:
         """Where the row's copy begins, in units of 16 bytes (below 0: the step did not fit), and its NaNs."""
-        launch, region = self._launch, self._cut.region
+        region = self._cut.region
         assert region is not None, "the output is copied"
-        records = launch.tail.column(launch, COPIES)
-        at = len(records) // launch.num_rows * position + region.index * COPY_WORDS
-        return records[at + 1], records[at + 2]
+        if self._records is None:
+            self._records = self._launch.tail.column(self._launch, COPIES)
+        at = len(self._records) // self._launch.num_rows * position + region.index * COPY_WORDS
+        return self._records[at + 1], self._records[at + 2]
 
     def _count_nans(self, position: int) -> int:
         windows = self._windows(position)

@@ -489,9 +489,7 @@ class SimulatedDevice(Backend):
 
         self.launch(run)
 
-    def poison(
-        self, outputs: Sequence[Tensor], memory: Sequence[Tensor] = (), *, after: Sequence[Event] = ()
-    ) -> None:
+    def poison(self, outputs: Sequence[Tensor], memory: Sequence[Tensor] = (), *, after: Sequence[Event] = ()) -> None:
         mine = [tensor for tensor in outputs if storage_key(tensor) in self._owned]
         mine += memory
         if mine:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spangraph.backends import Backend, Pinned
-from spangraph.errors import DeclarationError, InputError
+from spangraph.errors import DeclarationError
 from spangraph.kernels.stage import HEADER_WORDS
 
 _WORD = 8
@@ -86,21 +86,12 @@ class Copy:
     def __post_init__(self) -> None:
         if self.to not in ("view", "device", "host"):
             raise DeclarationError(f"Copy(to={self.to!r}): expected 'view', 'device' or 'host'.")
-        if self.dtype not in (None, torch.int16):
+        if self.dtype is not None and self.dtype is not torch.int16:
             raise DeclarationError(f"Copy(dtype={self.dtype}): expected torch.int16 (PCM), or None for no cast.")
-        if self.capacity is not None and (not isinstance(self.capacity, int) or self.capacity < 1):
+        if self.capacity is not None and (type(self.capacity) is not int or self.capacity < 1):
             raise DeclarationError(f"Copy(capacity={self.capacity!r}): expected bytes of a step's rows, at least 1.")
         if self.to == "view" and (self.dtype, self.capacity) != (None, None):
             raise DeclarationError("Copy('view') moves nothing, so it takes no dtype and no capacity.")
-
-    @staticmethod
-    def of(given: Copy | str) -> Copy:
-        """The copy that a string stands for."""
-        if isinstance(given, Copy):
-            return given
-        if not isinstance(given, str):
-            raise DeclarationError(f"copies: {given!r} is a {type(given).__name__}: expected a str or a Copy.")
-        return Copy(given)
 
     def delivered(self, dtype: torch.dtype, name: str) -> torch.dtype:
         """dtype of the delivered rows of an output of `dtype`.
@@ -111,8 +102,26 @@ class Copy:
         if self.dtype is None or self.dtype is dtype:
             return dtype
         if not dtype.is_floating_point or dtype.itemsize < 2:
-            raise DeclarationError(f"copies[{name!r}] casts {dtype} to {self.dtype}: expected a float of 16 to 64 bits.")
+            raise DeclarationError(
+                f"copies[{name!r}] casts {dtype} to {self.dtype}: expected a float of 16 to 64 bits."
+            )
         return self.dtype
+
+
+def copies_of(given: Mapping[str, Copy | str] | None) -> dict[str, Copy]:
+    """What `copies=` says: a string stands for a copy.
+
+    Raises:
+        DeclarationError: for anything else.
+    """
+    if not isinstance(given, Mapping | None):
+        raise DeclarationError(f'copies={given!r}: expected a mapping such as {{"audio": "host"}}.')
+    copies: dict[str, Copy] = {}
+    for name, copy in (given or {}).items():
+        if not isinstance(copy, Copy | str):
+            raise DeclarationError(f"copies[{name!r}] is {copy!r}: expected 'view', 'device', 'host' or a Copy.")
+        copies[name] = Copy(copy) if isinstance(copy, str) else copy
+    return copies
 
 
 @dataclass(frozen=True)
@@ -186,7 +195,7 @@ class CopySlots:
 
 @dataclass
 class Counts:
-    """What became of copies, over all steps that were read.
+    """What became of copies, over all steps whose spans were read: one that was given up before is not counted.
 
     Attributes:
         host_bytes, device_bytes: bytes that were moved to the host and inside the device, up to 15 behind each crop

@@ -25,8 +25,9 @@ from spangraph.pipeline import Edge, Pipeline
 from spangraph.schedules import Schedule, Scheduler
 from spangraph.simulated import SimulatedDevice, SimulatedGraph, SimulatedStream
 from spangraph.spans import Span, SpannedOutput
-from spangraph.stager import SpanStager, Tail
+from spangraph.stager import SpanStager
 from spangraph.step import Step
+from spangraph.tail import Tail
 
 _ROWS, _WIDTH = 3, 4
 _WHOLE_ROWS = torch.tensor([[0, 4], [0, 4], [0, 4]])

@@ -14,10 +14,11 @@ from spangraph.declare import Declaration
 from spangraph.errors import DeclarationError, InputError
 from spangraph.kernels.compact import check_compact_args
 from spangraph.kernels.stage import check_stage_args
+from spangraph.memory import Memory, measure_stager
 from spangraph.rows import Cut
-from spangraph.slots import Copy, Counts
+from spangraph.slots import Copy, Counts, copies_of
 from spangraph.spans import Span, SpannedOutput
-from spangraph.tail import StagerCore, Tail, make_cut
+from spangraph.tail import StagerCore, Tail, make_cut, refuse_copies
 
 
 class SpanStager:
@@ -72,9 +73,13 @@ class SpanStager:
         self.backend = resolve_backend(device)
         self._core = StagerCore(self.backend, depth=depth, staging=staging, wait=wait)
         widths = {name: span.words_per_row for name, span in self._declared.items()} | self._values
-        self._copied = {name: copy for name, given in (copies or {}).items() if (copy := Copy.of(given)).to != "view"}
-        if unknown := sorted(set(copies or {}) - set(self._declared)):
-            raise DeclarationError(f"copies of {unknown} are not declared; the stager declares {sorted(self._declared)}.")
+        asked = copies_of(copies)
+        refuse_copies(asked, staging)
+        self._copied = {name: copy for name, copy in asked.items() if copy.to != "view"}
+        if unknown := sorted(set(asked) - set(self._declared)):
+            raise DeclarationError(
+                f"copies of {unknown} are not declared; the stager declares {sorted(self._declared)}."
+            )
         sizes = [(copy, _known(name, copy)) for name, copy in self._copied.items()]
         self._buffer, self._copies = self._core.new_buffer(widths, max_rows, sizes)
         self._inline_tails: dict[int, tuple[object, Tail]] = {}
@@ -189,8 +194,12 @@ class SpanStager:
 
     @property
     def counts(self) -> Counts:
-        """What became of copies so far."""
+        """What became of the copies of all steps that were read."""
         return self._core.ring.counts
+
+    def memory(self) -> Memory:
+        """Pinned and device bytes per output, and what open leases retain."""
+        return measure_stager(self._core, self._buffer, self._copies, list(self._copied))
 
     def close(self) -> None:
         """Wait for all work, then refuse launches. Steps that were launched can still be read."""

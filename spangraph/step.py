@@ -116,7 +116,8 @@ class Step:
     def staged(self, column: str, shape: Sequence[int]) -> Tensor:
         """A whole staged column, padding rows zeroed, as a host tensor; after a wait."""
         words, buffer = self._launch.words, self._launch.tail.buffer
-        assert words is not None and buffer is not None, "read, so that it has words"
+        assert words is not None, "read, so that it has words"
+        assert buffer is not None, "it has columns"
         first, width = buffer.layout.columns[column]
         return torch.tensor(words[first : first + width * shape[0]].tolist(), dtype=torch.int64).view(*shape)
 
@@ -163,7 +164,7 @@ class Step:
 
     def cancel(self) -> None:
         """Give the step up, done or in flight, for requests that nobody waits for any more: who waits or reads gets
-        `StaleStepError`. Waits for nothing, not even for another thread's launch. To give up one row, see `withhold`."""
+        `StaleStepError`. Waits for nothing, not even for another thread's launch. `withhold` gives up one row."""
         self._ring.cancel(self._launch)
 
     def __enter__(self) -> Self:

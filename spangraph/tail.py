@@ -17,7 +17,7 @@ from spangraph.kernels.compact import COPY_WORDS
 from spangraph.passes.span_maps import SpanMap
 from spangraph.ring import Launch, Ring
 from spangraph.rows import Cut
-from spangraph.slots import ALIGNMENT, COPIES, Copy, CopySlots, Counts, Layout, Region, SlotBuffer
+from spangraph.slots import ALIGNMENT, COPIES, Copy, CopySlots, Counts, Layout, SlotBuffer
 from spangraph.spans import Span
 from spangraph.step import Step
 
@@ -131,7 +131,7 @@ class Tail:
             assert cut.region is not None, "it is copied"
             first = cut.region.index * COPY_WORDS
             if other := set(records[first::width]) - {launch.generation}:
-                return other.pop()  # type: ignore[no-any-return]
+                return other.pop()
             offset = records[last * width + first + 1]
             if offset < 0:
                 launch.has_overflowed = True
@@ -160,8 +160,8 @@ class Tail:
             if tensor is None or tensor.data_ptr() != address:
                 what = "is gone" if tensor is None else f"is at {tensor.data_ptr():#x}"
                 raise StaleGraphError(
-                    f"input {i} of graph {self.graph} was at {address:#x} at the capture, and {what} now: a replay reads"
-                    " the old memory. Keep static inputs alive, and update them in place (copy_)."
+                    f"input {i} of graph {self.graph} was at {address:#x} at the capture, and {what} now: a replay"
+                    " reads the old memory. Keep static inputs alive, and update them in place (copy_)."
                 )
 
     def dying(self, outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -282,13 +282,7 @@ class StagerCore:
     def new_buffer(
         self, widths: Mapping[str, int], num_rows: int, copies: Sequence[tuple[Copy, int]] = ()
     ) -> tuple[SlotBuffer, CopySlots | None]:
-        """Slots for spans and row values, and for `copies`: `(copy, bytes)` each. Never inside a capture.
-
-        Raises:
-            InputError: for copies beside a plain copy of the spans.
-        """
-        if copies and self.staging != "kernel":
-            raise InputError("copies= needs staging='kernel': the copies' slot is chosen at each launch.")
+        """Slots for spans and row values, and for `copies`: `(copy, bytes)` each. Never inside a capture."""
         widths = dict(widths, **{COPIES: COPY_WORDS * len(copies)}) if copies else widths
         with self.backend.guard():
             buffer = SlotBuffer(self.backend, Layout.of(widths, num_rows), self.ring.num_slots)
@@ -312,6 +306,19 @@ class StagerCore:
                     f" per slot and pass stage(slot=0..{self.ring.num_slots - 1}), got {slot}."
                 )
         return Tail(self.ring, next(self._graph_ids), columns, buffer, slot=slot, **options)
+
+
+def refuse_copies(copies: Mapping[str, Copy], staging: str) -> None:
+    """Copies need the staging kernel.
+
+    Raises:
+        InputError: for copies beside a plain copy of the spans.
+    """
+    if staging != "kernel" and any(copy.to != "view" for copy in copies.values()):
+        raise InputError(
+            "copies= needs staging='kernel': the copies' slot is chosen at each launch. Leave rows as views, or stage"
+            " with the kernel."
+        )
 
 
 def make_cut(name: str, column: str, output: int, span: Span, value: Tensor) -> Cut:

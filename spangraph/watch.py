@@ -151,9 +151,9 @@ def _storages(tree: Any) -> set[int]:
 
 def user_line() -> str:
     """`"file:line"` of the innermost frame of the calling thread that is neither torch's nor ours."""
-    for frame in reversed(traceback.extract_stack()):
-        if is_user_file(frame.filename):
-            return f"{frame.filename}:{frame.lineno}"
+    for frame, line in traceback.walk_stack(None):
+        if is_user_file(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{line}"
     return ""
 
 

@@ -79,7 +79,12 @@ class Weights:
     """
 
     def __init__(
-        self, model: nn.Module, *, addresses: bool, literals: Sequence[tuple[dict[str, Any], str, int]] = (), probe_all: bool = False
+        self,
+        model: nn.Module,
+        *,
+        addresses: bool,
+        literals: Sequence[tuple[dict[str, Any], str, int]] = (),
+        probe_all: bool = False,
     ) -> None:
         _install()
         self._probe_all = probe_all

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import spangraph
-from spangraph import Copy, Backend, Compiled, Rows, Span, SpannedOutput, SpanStager, StepTimeoutError, from_lengths
+from spangraph import Backend, Compiled, Copy, Rows, Span, SpannedOutput, SpanStager, StepTimeoutError, from_lengths
 from spangraph.kernels.compact import pcm16
 
 from .toys import Toy, cut, values
@@ -259,7 +259,8 @@ class BackendContract:
     @pytest.mark.parametrize("copy", [Copy("device"), Copy("host"), Copy("host", dtype=torch.int16)], ids=str)
     def test_copied_rows(self, rig: Rig, copy: Copy) -> None:
         """One graph for all steps in flight, in a pool with other signatures' graphs."""
-        with spangraph.compile(Toy().to(rig.backend.device), backend=rig.backend, depth=3, copies={"audio": copy}) as run:
+        model = Toy().to(rig.backend.device)
+        with spangraph.compile(model, backend=rig.backend, depth=3, copies={"audio": copy}) as run:
             for width in (5, 9, 5):
                 batches = [(torch.randn(3, width), torch.randint(0, 6, (3,))) for _ in range(3)]
                 run(*batches[0])

@@ -148,7 +148,7 @@ def test_the_slots_of_a_failed_wait(copies: str) -> None:
         lost.wait()
     batches = [Batch.random() for _ in range(2)]
     steps = [engine.launch(batch) for batch in batches]
-    for step, batch in zip(steps, batches, strict=True):
+    for step in steps:
         assert step._launch.slot != taken[0]
         assert step._launch.copy_slot != taken[1]
     engine.device.resume()
