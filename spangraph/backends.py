@@ -374,6 +374,14 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+@dataclass
+class _Pool:
+    """A memory pool of captures, and their stream: the allocator gives memory again on the stream that freed it."""
+
+    handle: Any
+    stream: Any
+
+
 class CudaBackend(Backend):
     """CUDA and ROCm, through `torch.cuda.CUDAGraph`.
 
@@ -413,8 +421,8 @@ class CudaBackend(Backend):
         with torch.inference_mode(False):
             return torch.empty(like.shape, dtype=like.dtype).pin_memory()
 
-    def new_pool(self) -> Any:
-        return self._cuda.graph_pool_handle()
+    def new_pool(self) -> _Pool:
+        return _Pool(self._cuda.graph_pool_handle(), self._cuda.Stream(self.device))
 
     def pool_bytes(self, graph: Graph | None) -> tuple[Any, int]:
         if graph is None:
@@ -424,7 +432,7 @@ class CudaBackend(Backend):
         return pool, sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == pool)
 
     def capture(
-        self, fn: Callable[[], T], *, generators: Sequence[torch.Generator] = (), pool: Any = None
+        self, fn: Callable[[], T], *, generators: Sequence[torch.Generator] = (), pool: _Pool | None = None
     ) -> tuple[Graph, T]:
         for generator in generators:
             if generator.device.type != self.device.type:
@@ -437,19 +445,20 @@ class CudaBackend(Backend):
             graph = cuda.CUDAGraph()
             for generator in generators:
                 graph.register_generator_state(generator)
-            # A new stream each time: one whose capture failed stays invalid.
-            stream, current = cuda.Stream(self.device), cuda.current_stream(self.device)
+            # A private pool (None) for outputs that must survive replays of every other graph, and a new stream.
+            pool = pool or _Pool(None, cuda.Stream(self.device))
+            stream, current = pool.stream, cuda.current_stream(self.device)
             stream.wait_stream(current)
             try:
                 with cuda.stream(stream):
                     fn()
                 stream.synchronize()
-                # A private pool (pool=None): outputs survive replays of every other graph.
-                options = {"stream": stream, "pool": pool, "capture_error_mode": "thread_local"}
+                options = {"stream": stream, "pool": pool.handle, "capture_error_mode": "thread_local"}
                 with _no_collection(), cuda.graph(graph, **options):
                     result = fn()
             except BaseException as error:
                 graph.reset()
+                pool.stream = cuda.Stream(self.device)  # one whose capture failed stays invalid
                 refused = isinstance(error, RuntimeError) and not isinstance(error, SpangraphError)
                 if refused and "captur" in str(error).lower():
                     raise CaptureError(f"the step cannot be captured: {error}") from error
