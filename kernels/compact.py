@@ -50,7 +50,7 @@ from spangraph.kernels.gather import (
     load_once,
     on_device_of,
 )
-from spangraph.kernels.stage import CONTROL_WORDS, _check_host_memory, _pack
+from spangraph.kernels.stage import CONTROL_WORDS, _pack
 
 if TYPE_CHECKING:
     # See `stage`: at run time `_load_kernel` binds `tl`.
@@ -433,116 +433,22 @@ def _count_nans(packed: Tensor, firsts: Sequence[int]) -> list[int]:
     return [int(is_nan[first:end].sum()) for first, end in zip(firsts, ends, strict=True)]
 
 
-def check_compact_args(
-    cursor: Tensor,
-    control: Tensor,
-    sources: Sequence[Tensor],
-    spans: Sequence[Tensor],
-    rings: Sequence[Tensor],
-    status: Tensor,
-    ring_of: Sequence[int],
-    firsts: Sequence[int],
-    capacities: Sequence[int],
-    dims: Sequence[int],
-    max_spans: Sequence[int],
-    casts: Sequence[int],
-) -> None:
-    """Refuses arguments that compaction would silently misread. Meant for build time: compaction itself checks nothing.
+def check_source(name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Refuses rows that cannot be copied. Meant for build time: compaction itself checks nothing.
+
+    Args:
+        shape: of a padded row.
 
     Raises:
-        InputError: a wrong dtype, shape, device, layout, region or cast; or host memory that is not pinned.
+        InputError: for items of less than a byte, quantized ones, or too many items.
     """
-    lists = {"spans": spans, "ring_of": ring_of, "firsts": firsts, "capacities": capacities}
-    for name, values in (lists | {"max_spans": max_spans, "casts": casts}).items():
-        if len(values) != len(sources) or not sources:
-            raise InputError(f"{len(sources)} sources and {len(values)} {name}: expected one for each, at least one")
-    device = cursor.device
-    _check_ints("cursor", cursor, device, (1,))
-    _check_ints("control", control, None, (max(1, len(control)), CONTROL_WORDS))
-    _check_host_memory("control", control, device)
-    bs = sources[0].size(0) if sources[0].dim() else 0
-    _check_ints("status", status, device, (bs, len(sources), COPY_WORDS))
-    for i, ring in enumerate(rings):
-        _check_ring(f"rings[{i}]", ring, len(rings[0]), device)
-    num_dims = 0
-    for j, source in enumerate(sources):
-        _check_source(f"sources[{j}]", source, bs, device)
-        name, column = f"spans[{j}]", spans[j]
-        if max_spans[j] < 1:
-            raise InputError(f"max_spans[{j}] is {max_spans[j]}, expected at least 1")
-        if column.dtype != torch.int64 or column.device != device:
-            raise InputError(f"{name} is {column.dtype} on {column.device}, expected torch.int64 on {device}")
-        num_words = column.shape[1:].numel()
-        if column.dim() < 2 or column.size(0) != bs or not num_words or num_words % (2 * max_spans[j]):
-            raise InputError(
-                f"{name} has shape {tuple(column.shape)}, expected {bs} rows of {max_spans[j]} x num_dims x 2 words"
-            )
-        own = tuple(dims[num_dims : num_dims + num_words // (2 * max_spans[j])])
-        num_dims += num_words // (2 * max_spans[j])
-        if len(set(own)) != len(own) or not all(1 <= dim < source.dim() for dim in own):
-            raise InputError(
-                f"sources[{j}] has {source.dim()} dims and is spanned on {own}: expected different ones, 1 to "
-                f"{source.dim() - 1} (not negative; dim 0 holds the rows)"
-            )
-        if casts[j] not in (NO_CAST, PCM16) or (casts[j] == PCM16 and source.dtype not in _FLOATS):
-            raise InputError(f"casts[{j}] is {casts[j]} for {source.dtype}: expected 0, or 1 (PCM) for a float output")
-    if num_dims != len(dims):
-        raise InputError(f"the spans have words for {num_dims} dims, {len(dims)} are given: {list(dims)}")
-    _check_regions(rings, ring_of, firsts, capacities)
-
-
-def _check_ints(name: str, tensor: Tensor, device: torch.device | None, shape: tuple[int, ...]) -> None:
-    if tensor.dtype != torch.int64 or not tensor.is_contiguous():
-        raise InputError(f"{name} is {tensor.dtype}, strides {tensor.stride()}: expected torch.int64, contiguous")
-    if tuple(tensor.shape) != shape:
-        raise InputError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
-    if device is not None and tensor.device != device:
-        raise InputError(f"{name} is on {tensor.device}, the cursor is on {device}: put both on one device")
-
-
-def _check_ring(name: str, ring: Tensor, num_slots: int, device: torch.device) -> None:
-    if ring.dim() != 2 or not num_slots:
-        raise InputError(f"{name} has shape {tuple(ring.shape)}, expected (num_slots >= 1, words)")
-    _check_ints(name, ring, None, (num_slots, ring.size(1)))
-    if ring.size(1) % 2 or ring.data_ptr() % UNIT_BYTES:
+    if not _DTYPES.fullmatch(str(dtype)):
         raise InputError(
-            f"{name} starts at address {ring.data_ptr()} and has {ring.size(1)} words a slot: expected a multiple of "
-            "16 and an even number, so that rows start at 16-byte boundaries"
+            f"{name} is {dtype}: expected whole bytes an item. Dequantize or unpack it in the model, or deliver it as a"
+            " view."
         )
-    if ring.device != device:
-        _check_host_memory(name, ring, device)
-
-
-def _check_source(name: str, source: Tensor, bs: int, device: torch.device) -> None:
-    if source.device != device:
-        raise InputError(f"{name} is on {source.device}, the cursor is on {device}: put both on one device")
-    if source.dim() < 2 or source.size(0) != bs:
-        raise InputError(f"{name} has shape {tuple(source.shape)}, expected [bs, ...] with one bs ({bs}) for all")
-    if source.layout != torch.strided or not _DTYPES.fullmatch(str(source.dtype)):
-        raise InputError(
-            f"{name} is {source.dtype}, {source.layout}: expected a strided tensor of whole bytes an item. "
-            "Dequantize or unpack it in the model, or deliver it as a view"
-        )
-    num_items = source.shape[1:].numel() * math.ceil(source.element_size() / 8)
+    num_items = math.prod(shape) * math.ceil(dtype.itemsize / 8)
     if num_items > _MAX_ITEMS:
         raise InputError(
-            f"{name} has {num_items} items a row, at most {_MAX_ITEMS} can be copied: deliver it as a view"
+            f"{name} has {num_items} items a row, at most {_MAX_ITEMS} can be copied: deliver it as a view."
         )
-
-
-def _check_regions(
-    rings: Sequence[Tensor], ring_of: Sequence[int], firsts: Sequence[int], capacities: Sequence[int]
-) -> None:
-    taken: dict[int, tuple[int, str]] = {}
-    for ring_index, first, capacity, j in sorted(zip(ring_of, firsts, capacities, range(len(firsts)), strict=True)):
-        if not 0 <= ring_index < len(rings):
-            raise InputError(f"ring_of[{j}] is {ring_index}, there are {len(rings)} rings")
-        if first < 0 or capacity < 0 or first % UNIT_BYTES or capacity % UNIT_BYTES:
-            raise InputError(f"output {j} has {capacity} bytes from byte {first} on: expected multiples of 16")
-        free_from, previous = taken.get(ring_index, (0, ""))
-        if first < free_from:
-            raise InputError(f"output {j} starts at byte {first}, inside {previous}, which ends at byte {free_from}")
-        slot_bytes = rings[ring_index].size(1) * 8
-        if first + capacity > slot_bytes:
-            raise InputError(f"output {j} ends at byte {first + capacity}, a slot has {slot_bytes} bytes: widen it")
-        taken[ring_index] = (first + capacity, f"output {j}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spangraph.errors import RowLookupError, SpanError
-from spangraph.kernels.compact import COPY_WORDS, pcm16
+from spangraph.kernels.compact import COPY_WORDS, check_source, pcm16
 from spangraph.kernels.gather import clone_each, gather
 from spangraph.passes.span_maps import SpanMap
 from spangraph.ring import Launch, stale_error
@@ -126,7 +126,9 @@ class Cut:
 
         Raises:
             DeclarationError: if `copy` casts what is no float.
+            InputError: if rows of this dtype or size cannot be copied.
         """
+        check_source(f"output {self.label!r}", self.row_shape, self.dtype)
         dtype = copy.delivered(self.dtype, self.name)
         return replace(self, region=region, dtype=dtype, casts=dtype is not self.dtype)
 

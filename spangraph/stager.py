@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from spangraph.backends import Backend, InlineBackend, resolve_backend
 from spangraph.declare import Declaration
 from spangraph.errors import DeclarationError, InputError
-from spangraph.kernels.compact import check_compact_args
 from spangraph.kernels.stage import check_stage_args
 from spangraph.memory import Memory, measure_stager
 from spangraph.rows import Cut
@@ -167,7 +166,6 @@ class SpanStager:
         if tail.copied:
             sources = [out.outputs[cut.name] for cut in tail.copied]
             copy_args = tail.compact_args(sources, [out.output_spans[cut.name] for cut in tail.copied])
-            check_compact_args(*copy_args[:6], *copy_args[7:])
             torch.ops.spangraph.compact.default(*copy_args)
         args = tail.stage_args(list(columns.values()))
         cursor, slots, control, staged, offsets, _, mirror, baked = args

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from spangraph.errors import InputError
-from spangraph.kernels.compact import COPY_WORDS, NO_CAST, PCM16, check_compact_args, compact_ref, pcm16
+from spangraph.kernels.compact import COPY_WORDS, NO_CAST, PCM16, check_source, compact_ref, pcm16
 from spangraph.kernels.gather import gather
 from spangraph.kernels.stage import CONTROL_WORDS
 
@@ -66,7 +66,6 @@ def _check_compacted(arguments: dict[str, Any]) -> None:
 
 def test_the_compact_operator_copies_valid_rows() -> None:
     arguments = _arguments()
-    check_compact_args(**arguments)
     _run(arguments)
     _check_compacted(arguments)
 
@@ -140,7 +139,6 @@ def test_a_row_of_ten_million_does_not_hide_another() -> None:
         "max_spans": [1],
         "casts": [NO_CAST],
     }
-    check_compact_args(**arguments)
     _run(arguments)
     assert arguments["rings"][0][1].view(torch.int8)[16 + width :].tolist() == [1, 2, 3, 4, 5] + [0] * 11
     assert arguments["status"][:, 0].tolist() == [[1, 0, 0], [1, width // 16, 0], [1, width // 16, 0]]
@@ -182,120 +180,24 @@ def test_gathered_crops_keep_nothing_alive_and_can_be_changed() -> None:
     assert gather(source, (1, 2), []) == []
 
 
-def _check(**changes: Any) -> None:
-    check_compact_args(**_arguments() | changes)
-
-
-SHARED = torch.zeros(3, 8)
-
-# As it is; the arrangements that the contract allows.
-GOOD: dict[str, dict[str, Any]] = {
-    "two rings": {"rings": [_ints(2, 12), _ints(2, 8)], "ring_of": [0, 1], "firsts": [0, 0]},
-    "other order": {"firsts": [160, 0]},
-    "strides": {"sources": [SHARED[:1, 0:1].expand(3, 8), SHARED.t().contiguous().t()]},
-    "no room": {"capacities": [0, 0]},
-    "spans of both dims": {
-        "sources": [torch.zeros(3, 8, 2, dtype=torch.complex128), SHARED],
-        "spans": [_ints(3, 4, 2, 2), _ints(3, 2)],
-        "dims": [2, 1, 1],
-        "max_spans": [4, 1],
-    },
-    "no rows": {
-        "sources": [SHARED[:0]] * 2,
-        "spans": [_ints(0, 2)] * 2,
-        "status": _ints(0, 2, COPY_WORDS),
-    },
-    "small floats": {"sources": [SHARED.to(torch.float8_e8m0fnu), SHARED.half()]},
-}
-
-
-@pytest.mark.parametrize("changes", [{}, *GOOD.values()], ids=["plain", *GOOD])
-def test_good_arguments_pass_the_check(changes: dict[str, Any]) -> None:
-    _check(**changes)
-
-
-# One wrong thing each; every one of them would be misread in silence, or write out of bounds.
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("shape", "dtype", "message"),
     [
-        ({"cursor": torch.zeros(1)}, r"cursor is torch.float32"),
-        ({"cursor": _ints(2)}, r"cursor has shape \(2,\), expected \(1,\)"),
-        ({"control": _ints(4, 4)}, r"control has shape \(4, 4\), expected \(4, 5\)"),
-        ({"control": _ints(0, 5)}, r"control has shape \(0, 5\), expected \(1, 5\)"),
-        ({"control": _ints(4, 5, device="meta")}, r"control is on meta, expected host memory"),
-        ({"status": _ints(3, 2, 2)}, r"status has shape \(3, 2, 2\), expected \(3, 2, 3\)"),
-        ({"status": _ints(3, 2, 6)[..., ::2]}, r"status is torch.int64, strides \(12, 6, 2\)"),
-        ({"status": _ints(3, 2, 3, device="meta")}, r"status is on meta, the cursor is on cpu"),
-        ({"sources": []}, r"0 sources and 2 spans"),
-        ({"casts": [0]}, r"2 sources and 1 casts"),
-        ({"sources": [SHARED, SHARED.to("meta")]}, r"sources\[1\] is on meta"),
-        ({"sources": [SHARED, SHARED[:2]]}, r"sources\[1\] has shape \(2, 8\), expected .* one bs \(3\)"),
-        ({"sources": [SHARED[:, 0], SHARED]}, r"sources\[0\] has shape \(3,\), expected \[bs, ...\]"),
-        ({"sources": [SHARED.to_sparse(), SHARED]}, r"sources\[0\] is torch.float32, torch.sparse_coo: expected"),
-        ({"sources": [torch.empty(3, 8, dtype=torch.uint4), SHARED]}, r"sources\[0\] is torch.uint4"),
-        ({"sources": [torch.empty(3, 8, dtype=torch.float4_e2m1fn_x2), SHARED]}, r"sources\[0\] is torch.float4_e2m1"),
-        ({"sources": [torch.zeros(1).expand(3, 2**31), SHARED]}, r"sources\[0\] has 2147483648 items a row, at most"),
-        ({"sources": [torch.zeros(1).cdouble().expand(3, 2**30), SHARED]}, r"sources\[0\] has 2147483648 items a row"),
-        ({"spans": [_ints(3, 2), _ints(3, 2).int()]}, r"spans\[1\] is torch.int32 on cpu"),
-        ({"spans": [_ints(3, 2), _ints(3, 2, device="meta")]}, r"spans\[1\] is torch.int64 on meta"),
-        ({"spans": [_ints(3, 2), _ints(2, 2)]}, r"spans\[1\] has shape \(2, 2\), expected 3 rows of 1 x num_dims x 2"),
-        ({"spans": [_ints(3, 2), _ints(3, 3)]}, r"spans\[1\] has shape \(3, 3\)"),
-        ({"max_spans": [1, 2]}, r"spans\[1\] has shape \(3, 2\), expected 3 rows of 2 x num_dims x 2"),
-        ({"max_spans": [1, 0]}, r"max_spans\[1\] is 0"),
-        ({"dims": [1, 0]}, r"sources\[1\] has 2 dims and is spanned on \(0,\)"),
-        ({"dims": [-1, 1]}, r"sources\[0\] has 2 dims and is spanned on \(-1,\)"),
-        ({"dims": [1, 2]}, r"sources\[1\] has 2 dims and is spanned on \(2,\)"),
-        ({"dims": [1]}, r"the spans have words for 2 dims, 1 are given"),
-        ({"dims": [1, 1, 1]}, r"the spans have words for 2 dims, 3 are given"),
-        ({"spans": [_ints(3, 2), _ints(3, 2, 2)], "dims": [1, 1, 1]}, r"is spanned on \(1, 1\): expected different"),
-        ({"casts": [0, 2]}, r"casts\[1\] is 2 for torch.float32"),
-        (
-            {"sources": [SHARED, SHARED.long()]},
-            r"casts\[1\] is 1 for torch.int64: expected 0, or 1 \(PCM\) for a float",
-        ),
-        ({"rings": [_ints(2, 33)]}, r"rings\[0\] starts at .* 33 words a slot"),
-        ({"rings": [_ints(65)[1:].view(2, 32)]}, r"rings\[0\] starts at address"),
-        ({"rings": [_ints(2, 64)[:, ::2]]}, r"rings\[0\] is torch.int64, strides \(64, 2\)"),
-        ({"rings": [_ints(64)]}, r"rings\[0\] has shape \(64,\)"),
-        ({"rings": [_ints(0, 32)]}, r"rings\[0\] has shape \(0, 32\)"),
-        ({"rings": [_ints(2, 32), _ints(3, 32)]}, r"rings\[1\] has shape \(3, 32\), expected \(2, 32\)"),
-        ({"rings": [_ints(2, 32, device="meta")]}, r"rings\[0\] is on meta"),
-        ({"ring_of": [0, 1]}, r"ring_of\[1\] is 1, there are 1 rings"),
-        ({"firsts": [0, 120]}, r"output 1 has 64 bytes from byte 120 on: expected multiples of 16"),
-        ({"firsts": [-16, 128]}, r"output 0 has 96 bytes from byte -16 on"),
-        ({"capacities": [96, 63]}, r"output 1 has 63 bytes"),
-        ({"firsts": [0, 80]}, r"output 1 starts at byte 80, inside output 0, which ends at byte 96"),
-        ({"firsts": [0, 208]}, r"output 1 ends at byte 272, a slot has 256 bytes"),
+        ((8,), torch.uint4, "output 'x' is torch.uint4: expected whole bytes an item"),
+        ((8,), torch.float4_e2m1fn_x2, "output 'x' is torch.float4_e2m1fn_x2"),
+        ((8,), torch.qint8, "output 'x' is torch.qint8.* Dequantize"),
+        ((2, 2**30), torch.uint8, "output 'x' has 2147483648 items a row, at most 2147483647"),
+        ((2**30,), torch.complex128, "output 'x' has 2147483648 items a row"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_wrong_arguments_are_refused_by_name(wrong: dict[str, Any], message: str) -> None:
+def test_rows_that_cannot_be_copied_are_refused(shape: tuple[int, ...], dtype: torch.dtype, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        _check(**wrong)
+        check_source("output 'x'", shape, dtype)
 
 
-# torch deprecates quantized tensors.
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_quantized_outputs_are_refused() -> None:
-    quantized = torch.quantize_per_tensor(SHARED, 0.1, 0, torch.qint8)
-    with pytest.raises(InputError, match=r"sources\[0\] is torch.qint8, torch.strided: .* Dequantize"):
-        _check(sources=[quantized, SHARED])
-
-
-@pytest.mark.gpu
-def test_pageable_host_memory_is_refused_beside_a_gpu() -> None:
-    """K20: a ring in pageable memory is no memory that a kernel can write."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    arguments = _arguments()
-    for name in ("cursor", "status"):
-        arguments[name] = arguments[name].cuda()
-    for name in ("sources", "spans"):
-        arguments[name] = [tensor.cuda() for tensor in arguments[name]]
-    arguments["control"] = arguments["control"].pin_memory()
-    with pytest.raises(InputError, match=r"rings\[0\] is not pinned"):
-        check_compact_args(**arguments)
-    check_compact_args(**arguments | {"rings": [arguments["rings"][0].pin_memory()]})
+def test_rows_that_can_be_copied() -> None:
+    for dtype in (torch.bool, torch.float8_e8m0fnu, torch.uint16, torch.bfloat16, torch.complex128):
+        check_source("output 'x'", (2**20, 3), dtype)
 
 
 @pytest.mark.gpu

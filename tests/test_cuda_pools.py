@@ -63,7 +63,8 @@ def test_pinned_memory_comes_before_the_first_capture(cuda: FakeCuda, backend: C
     x, n = batch((3, 5))
     run(x, n)
     order = [call[0] for call in cuda.calls("pin_memory", "capture")]
-    assert order.index("capture") == len([name for name in order[: order.index("capture")] if name == "pin_memory"]) >= 3
+    assert order.index("capture") >= 3
+    assert set(order[: order.index("capture")]) == {"pin_memory"}
 
 
 def test_what_dies_is_poisoned_behind_its_readers(cuda: FakeCuda, backend: CudaBackend) -> None:

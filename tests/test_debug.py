@@ -120,7 +120,7 @@ def test_an_input_that_has_moved_or_is_gone() -> None:
     assert lane.run()[0] == (lane.x + 1)[0, :3].tolist()
     kept = lane.x.data
     lane.x.data = lane.x.clone()
-    with pytest.raises(StaleGraphError, match="input 0 of graph 1 was at 0x.* at the capture, and is at 0x.* now"):
+    with pytest.raises(StaleGraphError, match=r"input 0 of graph 1 was at 0x.* at the capture, and is at 0x.* now"):
         lane.run()
     lane.x.data = kept
     assert lane.run()[0] == (lane.x + 1)[0, :3].tolist()
