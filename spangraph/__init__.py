@@ -5,8 +5,9 @@ host after the step: no host read in the model, no padded copies.
 """
 
 from spangraph import kernels as kernels  # registers the operators, before anything traces
-from spangraph.backends import Backend, CudaBackend, InlineBackend
+from spangraph.backends import Backend, InlineBackend
 from spangraph.compile import Compiled, compile
+from spangraph.cuda import CudaBackend
 from spangraph.declare import declare
 from spangraph.diagnostics import Diagnostic
 from spangraph.errors import (

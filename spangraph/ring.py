@@ -13,13 +13,10 @@ be taken again while a step that nobody reads is still in flight, as the device 
 from __future__ import annotations
 
 import ctypes
-import logging
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -31,62 +28,20 @@ from spangraph.errors import (
     ClosedError,
     InputError,
     RingFullError,
-    StagingError,
-    StaleStepError,
     StepStateError,
     StepTimeoutError,
 )
 from spangraph.kernels.stage import CONTROL_WORDS
-from spangraph.slots import Counts, Region
+from spangraph.launch import Launch, not_staged_error, report_taken
+from spangraph.slots import Counts
 
 if TYPE_CHECKING:
     from spangraph.tail import Tail
-
-_logger = logging.getLogger("spangraph")
 
 # Slots beyond the depth: a slot whose wait failed, or whose step was dropped in flight, is not free yet.
 _SPARE_SLOTS = 2
 # Back-off of polled waits, in seconds: the first is below a replay's length, the last costs no CPU worth speaking of.
 _FIRST_SLEEP, _LAST_SLEEP = 20e-6, 1e-3
-
-
-@dataclass(eq=False, slots=True)
-class Launch:
-    """What the ring knows of one launch. `Step` is the caller's handle to it."""
-
-    tail: Tail
-    generation: int
-    slot: int | None  # None: nothing is staged, or the slot was freed
-    copy_slot: int | None  # None: nothing is copied, or the lease has ended
-    row_ids: Sequence[Hashable] | None
-    num_rows: int
-    outputs: Sequence[Tensor] = ()
-    event: Event | None = None
-    words: memoryview | None = None
-    error: BaseException | None = None
-    is_read: bool = False
-    is_released: bool = False  # nobody may read it any more
-    is_dropped: bool = False  # and the ring has taken back what it held
-    has_overflowed: bool = False  # some of its copies did not fit
-    withheld: frozenset[tuple[int, str | None]] | None = None
-    readers: list[Any] = field(default_factory=list)  # streams that were current when its rows were asked for
-    taken: list[tuple[weakref.ref[Tensor], str]] = field(default_factory=list)  # rows and where, while debugging
-
-    def copied(self, region: Region) -> Tensor:
-        """The bytes of a region of its copy slot.
-
-        Raises:
-            StaleStepError: after the lease.
-        """
-        slot, copies = self.copy_slot, self.tail.copies
-        if slot is None or copies is None:
-            raise stale_error(self)
-        return copies.bytes_of(region, slot)
-
-    def __str__(self) -> str:
-        state = "failed" if self.error else "released" if self.is_released else "leased" if self.is_read else "open"
-        rows = "" if self.row_ids is None else f", rows {list(self.row_ids)[:4]}"
-        return f"step {self.generation} ({state}, graph {self.tail.graph}{rows})"
 
 
 class Ring:
@@ -219,7 +174,7 @@ class Ring:
         staged = self.backend.read(self.cursor)
         for launch in [*self._live.values(), *self._dying]:
             if launch.slot is not None and launch.generation > staged:
-                self._fail(launch, _not_staged(launch))
+                self._fail(launch, not_staged_error(launch))
         self._next, self._done = staged + 1, staged
         self._leave_quarantine(inf)  # drained: nothing writes to them any more
         for base in range(0, len(self._control), CONTROL_WORDS):
@@ -419,12 +374,12 @@ class Ring:
         slot, buffer = launch.slot, launch.tail.buffer
         if slot is not None and buffer is not None:
             if (header := buffer.header(slot)) != launch.generation:
-                error = _not_staged(launch, header)
+                error = not_staged_error(launch, header)
                 self._fail(launch, error)
                 raise error
             launch.words = buffer.copy_out(slot)
             if launch.tail.copies is not None and (stale := launch.tail.read_copies(launch, self.counts)) is not None:
-                error = _not_staged(launch, stale, "record of copies")
+                error = not_staged_error(launch, stale, "record of copies")
                 self._fail(launch, error)
                 raise error
             self._free_slot(launch)
@@ -466,7 +421,7 @@ class Ring:
         with self.lock:
             self._drop(launch)
         if self.debug:
-            _report_taken(launch)
+            report_taken(launch)
 
     def cancel(self, launch: Launch) -> None:
         """Give a step up, in flight or not. Waits for nothing: if another thread is launching, the ring takes back what
@@ -554,34 +509,3 @@ class Ring:
 def _remaining(deadline: float) -> float:
     """Seconds left for a lock that is held for the length of a launch: a done step is not late for the lack of it."""
     return min(max(deadline - time.monotonic(), _LAST_SLEEP), threading.TIMEOUT_MAX)
-
-
-def stale_error(launch: Launch) -> StaleStepError:
-    """The error for rows of a step whose lease has ended."""
-    return StaleStepError(
-        f"{launch} was released, so its memory may belong to a later step. Read rows before release(), keep them with"
-        " rows.own(), or raise depth to hold more steps at once."
-    )
-
-
-def _report_taken(launch: Launch) -> None:
-    """While debugging: name the rows that somebody still holds, though their memory is no longer theirs."""
-    alive = [where for ref, where in launch.taken if ref() is not None]
-    launch.taken.clear()
-    if alive:
-        _logger.warning(
-            "%s was released while %d of its rows are still held, taken at %s: they hold poison from now on. Drop them"
-            " before the release, or keep rows.own().",
-            launch,
-            len(alive),
-            ", ".join(dict.fromkeys(alive)),
-        )
-
-
-def _not_staged(launch: Launch, header: int | None = None, what: str = "slot") -> StagingError:
-    found = "nothing" if header is None else f"generation {header}"
-    return StagingError(
-        f"{launch}: its event completed, but its {what} holds {found} instead of generation {launch.generation}. The"
-        " graph recorded no staging node, or another graph was replayed: stage() inside the capture, and replay that"
-        " graph inside its own `with tail.step():`."
-    )

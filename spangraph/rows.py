@@ -15,8 +15,8 @@ from torch import Tensor
 from spangraph.errors import RowLookupError, SpanError
 from spangraph.kernels.compact import COPY_WORDS, check_source, pcm16
 from spangraph.kernels.gather import clone_each, gather
+from spangraph.launch import Launch, stale_error
 from spangraph.passes.span_maps import SpanMap
-from spangraph.ring import Launch, stale_error
 from spangraph.slots import ALIGNMENT, COPIES, Copy, Region, aligned
 from spangraph.spans import Span, describe_bad_span
 from spangraph.watch import user_line

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from spangraph.errors import RowLookupError, StepStateError
-from spangraph.ring import Launch, Ring, stale_error
+from spangraph.launch import Launch, stale_error
+from spangraph.ring import Ring
 from spangraph.rows import Cut, Rows
 
 _WITHHOLDING = threading.Lock()

@@ -14,8 +14,9 @@ from torch import Tensor
 from spangraph.backends import Backend
 from spangraph.errors import InputError, RowLookupError, SpanError, StaleGraphError, StepStateError
 from spangraph.kernels.compact import COPY_WORDS
+from spangraph.launch import Launch
 from spangraph.passes.span_maps import SpanMap
-from spangraph.ring import Launch, Ring
+from spangraph.ring import Ring
 from spangraph.rows import Cut
 from spangraph.slots import ALIGNMENT, COPIES, Copy, CopySlots, Counts, Layout, SlotBuffer
 from spangraph.spans import Span

@@ -12,7 +12,7 @@ import torch
 from spangraph import StagingError
 from spangraph.backends import InlineBackend
 from spangraph.kernels.stage import stage_ref
-from spangraph.ring import Launch
+from spangraph.launch import Launch
 from spangraph.tail import StagerCore, Tail
 
 from .rig import Batch, Engine

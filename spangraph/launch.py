@@ -1,0 +1,90 @@
+"""One launch, as the ring knows it, and the errors that its reader may get."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from spangraph.backends import Event
+from spangraph.errors import StagingError, StaleStepError
+from spangraph.slots import Region
+
+if TYPE_CHECKING:
+    from spangraph.tail import Tail
+
+_logger = logging.getLogger("spangraph")
+
+
+@dataclass(eq=False, slots=True)
+class Launch:
+    """What the ring knows of one launch. `Step` is the caller's handle to it."""
+
+    tail: Tail
+    generation: int
+    slot: int | None  # None: nothing is staged, or the slot was freed
+    copy_slot: int | None  # None: nothing is copied, or the lease has ended
+    row_ids: Sequence[Hashable] | None
+    num_rows: int
+    outputs: Sequence[Tensor] = ()
+    event: Event | None = None
+    words: memoryview | None = None
+    error: BaseException | None = None
+    is_read: bool = False
+    is_released: bool = False  # nobody may read it any more
+    is_dropped: bool = False  # and the ring has taken back what it held
+    has_overflowed: bool = False  # some of its copies did not fit
+    withheld: frozenset[tuple[int, str | None]] | None = None
+    readers: list[Any] = field(default_factory=list)  # streams that were current when its rows were asked for
+    taken: list[tuple[weakref.ref[Tensor], str]] = field(default_factory=list)  # rows and where, while debugging
+
+    def copied(self, region: Region) -> Tensor:
+        """The bytes of a region of its copy slot.
+
+        Raises:
+            StaleStepError: after the lease.
+        """
+        slot, copies = self.copy_slot, self.tail.copies
+        if slot is None or copies is None:
+            raise stale_error(self)
+        return copies.bytes_of(region, slot)
+
+    def __str__(self) -> str:
+        state = "failed" if self.error else "released" if self.is_released else "leased" if self.is_read else "open"
+        rows = "" if self.row_ids is None else f", rows {list(self.row_ids)[:4]}"
+        return f"step {self.generation} ({state}, graph {self.tail.graph}{rows})"
+
+
+def stale_error(launch: Launch) -> StaleStepError:
+    """The error for rows of a step whose lease has ended."""
+    return StaleStepError(
+        f"{launch} was released, so its memory may belong to a later step. Read rows before release(), keep them with"
+        " rows.own(), or raise depth to hold more steps at once."
+    )
+
+
+def report_taken(launch: Launch) -> None:
+    """While debugging: name the rows that somebody still holds, though their memory is no longer theirs."""
+    alive = [where for ref, where in launch.taken if ref() is not None]
+    launch.taken.clear()
+    if alive:
+        _logger.warning(
+            "%s was released while %d of its rows are still held, taken at %s: they hold poison from now on. Drop them"
+            " before the release, or keep rows.own().",
+            launch,
+            len(alive),
+            ", ".join(dict.fromkeys(alive)),
+        )
+
+
+def not_staged_error(launch: Launch, header: int | None = None, what: str = "slot") -> StagingError:
+    found = "nothing" if header is None else f"generation {header}"
+    return StagingError(
+        f"{launch}: its event completed, but its {what} holds {found} instead of generation {launch.generation}. The"
+        " graph recorded no staging node, or another graph was replayed: stage() inside the capture, and replay that"
+        " graph inside its own `with tail.step():`."
+    )
