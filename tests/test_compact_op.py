@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import spangraph.kernels.compact as compact_module
+import spangraph.kernels.gather as gather_module
 from spangraph.errors import InputError
 from spangraph.kernels.compact import COPY_WORDS, NO_CAST, PCM16, check_source, compact_ref, pcm16
 from spangraph.kernels.gather import gather
@@ -258,3 +262,30 @@ def test_the_reference_is_what_runs_on_the_cpu() -> None:
     compact_ref(**by_reference, graph=5)
     assert torch.equal(by_operator["rings"][0], by_reference["rings"][0])
     assert torch.equal(by_operator["status"], by_reference["status"])
+
+
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K25: Triton launches on the current device, whatever its tensors are on."""
+    elsewhere = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+    guard = gather_module.on_device_of(elsewhere)  # type: ignore[arg-type]
+    assert isinstance(guard, torch.cuda.device)
+    assert guard.idx == 1
+    log: list[str] = []
+
+    class Kernel:
+        def __getitem__(self, grid: object) -> Any:
+            return lambda *args, **options: log.append("launch")
+
+    @contextlib.contextmanager
+    def on_device_of(tensor: Tensor) -> Iterator[None]:
+        log.append("enter")
+        yield
+        log.append("leave")
+
+    for module in (compact_module, gather_module):
+        monkeypatch.setattr(module, "on_device_of", on_device_of)
+        monkeypatch.setattr(module, "_load_kernel", Kernel)
+    arguments = _arguments()
+    compact_module.compact(**arguments, graph=5)
+    gather_module._gather(arguments["sources"][0], (1,), [(0, ((0, 3),))])
+    assert log == ["enter", "launch", "leave"] * 2

@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -266,3 +267,25 @@ def test_reading_twice_gives_the_same() -> None:
     for _ in range(3):
         assert_rows(step.rows(), batch.rows())
         assert torch.equal(step.row_values("token"), batch.token)
+
+
+@pytest.mark.parametrize(("wait", "timeout"), [("block", None), ("block", 60), ("spin", None), ("header", 60)])
+def test_a_wait_that_blocks_leaves_the_processor_to_others(wait: str, timeout: float | None) -> None:
+    """K34: spinning waits slow other threads. It is a choice, and blocking is the default."""
+    assert Engine().ring.wait_kind == "block"
+    engine = Engine(wait=wait)
+    engine.device.hold()
+    step = engine.launch(Batch.random())
+    used: list[float] = []
+
+    def work() -> None:
+        begin = time.thread_time()
+        step.wait(timeout)
+        used.append(time.thread_time() - begin)
+
+    waiting = threading.Thread(target=work)
+    waiting.start()
+    time.sleep(0.5)
+    engine.device.resume()
+    waiting.join(60)
+    assert (used[0] < 0.05) == (wait == "block"), used
