@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -161,6 +161,11 @@ class Backend(ABC):
 
     def new_pool(self) -> Any:
         """Memory for graphs whose outputs nobody keeps, to be shared by their captures."""
+        return None
+
+    def pool_of(self, tensor: Tensor) -> Hashable | None:
+        """While a capture runs: the memory pool of a graph that the tensor lies in; None if it lies in none, or that is
+        not known."""
         return None
 
     def pool_bytes(self, graph: Graph | None) -> tuple[Any, int]:

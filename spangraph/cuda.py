@@ -8,7 +8,7 @@ import platform
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -149,6 +149,14 @@ class CudaBackend(Backend):
 
     def new_pool(self) -> _Pool:
         return _Pool(self._cuda.graph_pool_handle(), self._cuda.Stream(self.device))
+
+    def pool_of(self, tensor: Tensor) -> Hashable | None:
+        address = tensor.data_ptr()
+        for segment in self._cuda.memory_snapshot():
+            if segment["address"] <= address < segment["address"] + segment["total_size"]:
+                pool = tuple(segment["segment_pool_id"])
+                return pool if any(pool) else None  # (0, 0): ordinary memory
+        return None
 
     def pool_bytes(self, graph: Graph | None) -> tuple[Any, int]:
         if graph is None:

@@ -36,6 +36,7 @@ class Launch:
     error: BaseException | None = None
     is_read: bool = False
     is_released: bool = False  # nobody may read it any more
+    is_cancelled: bool = False
     is_dropped: bool = False  # and the ring has taken back what it held
     has_overflowed: bool = False  # some of its copies did not fit
     withheld: frozenset[tuple[int, str | None]] | None = None
@@ -54,13 +55,18 @@ class Launch:
         return copies.bytes_of(region, slot)
 
     def __str__(self) -> str:
-        state = "failed" if self.error else "released" if self.is_released else "leased" if self.is_read else "open"
+        if self.is_released:
+            state = "failed" if self.error else "cancelled" if self.is_cancelled else "released"
+        else:
+            state = "leased" if self.is_read else "open"
         rows = "" if self.row_ids is None else f", rows {list(self.row_ids)[:4]}"
         return f"step {self.generation} ({state}, graph {self.tail.graph}{rows})"
 
 
 def stale_error(launch: Launch) -> StaleStepError:
     """The error for rows of a step whose lease has ended."""
+    if launch.is_cancelled:
+        return StaleStepError(f"{launch} was given up by cancel(): it delivers nothing.")
     return StaleStepError(
         f"{launch} was released, so its memory may belong to a later step. Read rows before release(), keep them with"
         " rows.own(), or raise depth to hold more steps at once."

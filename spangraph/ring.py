@@ -13,6 +13,7 @@ be taken again while a step that nobody reads is still in flight, as the device 
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import time
 from collections import deque
@@ -38,10 +39,14 @@ from spangraph.slots import Counts
 if TYPE_CHECKING:
     from spangraph.tail import Tail
 
+_logger = logging.getLogger("spangraph")
+
 # Slots beyond the depth: a slot whose wait failed, or whose step was dropped in flight, is not free yet.
 _SPARE_SLOTS = 2
 # Back-off of polled waits, in seconds: the first is below a replay's length, the last costs no CPU worth speaking of.
 _FIRST_SLEEP, _LAST_SLEEP = 20e-6, 1e-3
+# A launch that waits so long (seconds) for room says so, once: nobody else may be there to release a step.
+_WARN_AFTER = 10.0
 
 
 class Ring:
@@ -107,8 +112,8 @@ class Ring:
             RingFullError: if `depth` steps are open or leased, or the graph's outputs are (and `wait` is false).
             StepTimeoutError: if waiting for room took longer than `timeout` seconds.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        sleep = _FIRST_SLEEP
+        deadline = _deadline(timeout)
+        sleep, warn_at = _FIRST_SLEEP, time.monotonic() + _WARN_AFTER
         if self._reserved is not None:
             raise StepStateError(f"a launch inside the launch of {self._reserved}: end that one first.")
         while True:
@@ -122,6 +127,9 @@ class Ring:
                 raise RingFullError(problem)
             if deadline is not None and time.monotonic() > deadline:
                 raise StepTimeoutError(f"no room for a launch within {timeout} s: {problem}\n{self.describe()}")
+            if time.monotonic() > warn_at:
+                _logger.warning("a launch has waited %g s for room: %s\n%s", _WARN_AFTER, problem, self.describe())
+                warn_at = inf
             self._waiters += 1
             try:
                 self._changed.wait(sleep)
@@ -207,16 +215,17 @@ class Ring:
     def _find_tail(self, tails: Sequence[Tail]) -> Tail | None:
         """The first tail that can be launched. Drains where nothing else would bring a quarantined slot back."""
         tail = self._free_tail(tails)
-        if tail is None and self._quarantine and any(tail.occupant is None for tail in tails):
+        if tail is None and self._quarantine and any(_occupant(tail) is None for tail in tails):
             self._rebase()
             tail = self._free_tail(tails)
         return tail
 
     def _free_tail(self, tails: Sequence[Tail]) -> Tail | None:
         for tail in tails:
-            self._settle(tail)
+            for neighbour in tail.neighbours:
+                self._settle(neighbour)
             has_slots = self._find_slot(tail) is not None and (tail.copies is None or self._free_copies)
-            if tail.occupant is None and (not tail.columns or has_slots):
+            if _occupant(tail) is None and (not tail.columns or has_slots):
                 return tail
         return None
 
@@ -233,7 +242,8 @@ class Ring:
                 self._fail(last, error)
 
     def _is_settling(self, tails: Sequence[Tail]) -> bool:
-        unread = (tail.may_overflow and tail.occupant is not None and not tail.occupant.is_read for tail in tails)
+        occupants = [launch for tail in tails if (launch := _occupant(tail)) is not None]
+        unread = (launch.tail.may_overflow and not launch.is_read for launch in occupants)
         return len(self._live) < self.depth and any(unread)
 
     def _why_full(self, tail: Tail) -> str:
@@ -244,20 +254,22 @@ class Ring:
                 " (with step: ..., or step.release(); rows.own() keeps its rows), raise depth, or launch with"
                 " wait=True."
             )
-        if tail.occupant is not None and tail.occupant.has_overflowed:
+        last = _occupant(tail)
+        if last is not None and last.has_overflowed:
             return (
-                f"the copies of {tail.occupant} did not fit, so its rows are cut from the graph's outputs, which a"
+                f"the copies of {last} did not fit, so its rows are cut from the graph's outputs, which a"
                 " replay would overwrite. Release it (rows.own() keeps its rows), or give its Copy more capacity."
             )
-        if tail.occupant is not None and tail.may_overflow and not tail.occupant.is_read:
+        if last is not None and last.tail.may_overflow and not last.is_read:
             return (
-                f"{tail.occupant} is not done, so it is not known whether its copies fit; until then its rows may have"
+                f"{last} is not done, so it is not known whether its copies fit; until then its rows may have"
                 " to be cut from the graph's outputs. Give its Copy the capacity of the worst case not to wait."
             )
-        if tail.occupant is not None:
+        if last is not None:
+            whose = "this graph" if last.tail is tail else "a graph in the same memory pool"
             return (
-                f"the outputs of this graph are still leased by {tail.occupant}: a replay would overwrite its rows."
-                " Release it (rows.own() keeps its rows), or capture one graph per step in flight."
+                f"the outputs of {whose} are still leased by {last}: a replay would overwrite its rows. Release it"
+                " (rows.own() keeps its rows), or capture one graph per step in flight, with a pool of its own."
             )
         return f"no slot is free: dropped steps are still in flight or their waits failed.\n{self.describe()}"
 
@@ -346,7 +358,7 @@ class Ring:
                 f"{launch} is not launched yet: replay its graph inside `with tail.step():`, and leave the block"
                 " before reading."
             )
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = _deadline(timeout)
         try:
             self._wait_event(launch, launch.event, deadline, timeout)
         except StepTimeoutError:
@@ -426,7 +438,7 @@ class Ring:
     def cancel(self, launch: Launch) -> None:
         """Give a step up, in flight or not. Waits for nothing: if another thread is launching, the ring takes back what
         the step held at the end of that launch or the next."""
-        launch.is_released = True
+        launch.is_cancelled = launch.is_released = True
         self._dropped.append(launch)
         if self.lock.acquire(blocking=False):
             try:
@@ -504,6 +516,19 @@ class Ring:
             f" free copy slots {list(self._free_copies)}, quarantined (slot, step) {quarantined}, dropped in flight"
             f" {len(self._dying)}, {self.leased_bytes()} bytes leased, live: {live}"
         )
+
+
+def _occupant(tail: Tail) -> Launch | None:
+    """A step whose outputs a replay of this graph would overwrite."""
+    return next((other.occupant for other in tail.neighbours if other.occupant is not None), None)
+
+
+def _deadline(timeout: float | None) -> float | None:
+    if timeout is None:
+        return None
+    if not timeout >= 0:
+        raise InputError(f"timeout={timeout!r}: expected seconds, at least 0, or None to wait for ever.")
+    return time.monotonic() + timeout
 
 
 def _remaining(deadline: float) -> float:

@@ -118,6 +118,8 @@ class SignatureBuilder:
         """
         backend, walk, model = self._backend, self._walk, self._model
         inputs = [tensor.to(backend.device) for tensor in tensors]
+        # What a trace changes for a while, such as torch's settings, is no business of steps that run on host threads.
+        backend.synchronize()
         try:
             trace = trace_model(
                 model,

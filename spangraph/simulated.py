@@ -196,6 +196,10 @@ class _Tape(TorchDispatchMode):
             self._made.append(leaf)
         return self._indices[id(leaf)]
 
+    def makes(self, tensor: Tensor) -> bool:
+        """Whether the tensor was made in the capture."""
+        return id(tensor) in self._indices
+
     def finish(self) -> dict[int, Tensor]:
         """Undo what ran; returns the results that somebody still holds: the graph's static memory."""
         self._memory.restore()
@@ -306,6 +310,7 @@ class SimulatedDevice(Backend):
         self._pinned_lock = threading.Lock()  # one stream lands only what another has wholly written
         self._owned: dict[int, int] = defaultdict(int)  # storages of static outputs
         self._capture = threading.RLock()
+        self._capturing: tuple[_Tape, Pool] | None = None
         self._streams: weakref.WeakSet[SimulatedStream] = weakref.WeakSet()
         self._default = self.new_stream()
         self._current = threading.local()
@@ -388,11 +393,13 @@ class SimulatedDevice(Backend):
         with self._capture:
             self.synchronize()
             tape = _Tape()
+            self._capturing = tape, pool or graph.pool
             try:
                 with preserve_generators(self.device), _HostReads(), tape:
                     self._raise_fault("capture")
                     yield
             finally:
+                self._capturing = None
                 static = tape.finish()
             with torch.inference_mode():
                 poison_(static.values())
@@ -430,6 +437,10 @@ class SimulatedDevice(Backend):
 
     def new_pool(self) -> Pool:
         return Pool()
+
+    def pool_of(self, tensor: Tensor) -> Pool | None:
+        tape, pool = self._capturing or (None, None)
+        return pool if tape is not None and tape.makes(tensor) else None
 
     def pool_bytes(self, graph: Graph | None) -> tuple[Pool | None, int]:
         if not isinstance(graph, SimulatedGraph):

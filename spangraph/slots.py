@@ -201,7 +201,7 @@ class Counts:
         host_bytes, device_bytes: bytes that were moved to the host and inside the device, up to 15 behind each crop
             included.
         overflows: outputs of a step that did not fit, and were cut from the padded output instead.
-        nans: NaNs that a cast to PCM met.
+        nans: NaNs that a cast to PCM met, but for outputs that did not fit (`Rows.nans` counts those, too).
     """
 
     host_bytes: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -27,7 +27,9 @@ class SpanStager:
     memory cannot be allocated inside one. Outputs are leased to their step, so a graph is not replayed again before
     its last step is released; capture one graph per step in flight, each with memory of its own. A graph whose spanned
     outputs are all copied (`copies=`) leases none of them: any number of its steps may be in flight, up to the depth,
-    and it may share a memory pool with other such graphs, unless a step may take more than the copies' capacity.
+    and it may share a memory pool with other such graphs, unless a step may take more than the copies' capacity. While
+    a step leases outputs of one graph, no graph of the same pool is launched: give graphs pools of their own to have
+    their steps in flight at once.
 
     Args:
         spans: names, or name -> `Span`, of every spanned output of any of its graphs.
@@ -81,6 +83,7 @@ class SpanStager:
             )
         sizes = [(copy, _known(name, copy)) for name, copy in self._copied.items()]
         self._buffer, self._copies = self._core.new_buffer(widths, max_rows, sizes)
+        self._by_pool: dict[Hashable, list[Tail]] = {}
         self._inline_tails: dict[int, tuple[object, Tail]] = {}
 
     def stage(
@@ -161,6 +164,10 @@ class SpanStager:
                 may_overflow=any(cut.region.capacity < cut.padded_bytes(num_rows) for cut in copied if cut.region),
             )
             self._keep_inline_tail(tail)
+        pools = (self.backend.pool_of(tensor) for tensor in (*outputs, *columns.values()))
+        if (pool := next((pool for pool in pools if pool is not None), None)) is not None:
+            tail.neighbours = self._by_pool.setdefault(pool, [])
+            tail.neighbours.append(tail)
         tail.note_inputs(inputs)
         tail.outputs = outputs if tail.holds_outputs or tail.may_overflow else ()
         if tail.copied:

@@ -103,19 +103,19 @@ def test_memory_of_its_own_keeps_a_graph_s_rows() -> None:
 
 
 def test_a_shared_pool_needs_one_step_at_a_time() -> None:
-    """K38, the mirrored case: in one pool the second launch overwrites the first one's views, and owned rows survive.
-
-    The simulated device is as hostile as a pool whose graphs do overlap.
-    """
+    """K38, the mirrored case: in one pool the second launch would overwrite the first one's views: it is refused."""
     runner = Runner(SimulatedDevice(), depth=2, pool=Pool())
     first, second = (torch.randn(4, 4), torch.tensor([4, 1, 2, 3])), (torch.randn(8, 4), torch.full((8,), 4))
     step = runner.launch(*first)
-    owned = step.rows().own()
-    runner.launch(*second).wait()
+    with pytest.raises(RingFullError, match="a graph in the same memory pool are still leased by step 1"):
+        runner.launch(*second)
+    view, owned = step.rows()[0], step.rows().own()
+    assert_rows(step.rows(), runner.expected(*first))
+    step.release()
+    assert_rows(runner.launch(*second).rows(), runner.expected(*second))
     assert_rows(owned, runner.expected(*first))
-    view = step.rows()[0]
     assert isinstance(view, Tensor)
-    assert view.isnan().all()
+    assert view.isnan().all()  # the simulated device is as hostile as a pool whose graphs do overlap
 
 
 def test_two_runners_on_threads_share_a_device() -> None:
