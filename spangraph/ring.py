@@ -264,7 +264,8 @@ class Ring:
                 self._read(last)
         except Exception as error:  # noqa: BLE001 - the step's own wait raises it
             if not last.is_dropped:
-                self._fail(last, error)
+                # Its traceback leads to the frames of this launch's caller, and to the step that is in one of them.
+                self._fail(last, error.with_traceback(None))
 
     def _is_settling(self, tails: Sequence[Tail]) -> bool:
         unread = (tail.may_overflow and tail.occupant is not None and not tail.occupant.is_read for tail in tails)
