@@ -221,7 +221,7 @@ class Raised(Exception):
 def compiled(device: SimulatedDevice, rng: random.Random, depth: int, wait: str) -> Engine:
     """A compiled model with two signatures, both captured."""
     copies, whole = draw_copies(rng, sized=False), rng.random() < 0.3
-    trace = rng.choice(["opaque", "opaque", "export"])
+    trace = rng.choice(["opaque", "export"])
     run = spangraph.compile(Model(whole=whole), depth=depth, copies=copies, trace=trace, backend=device, wait=wait)
 
     def start(

@@ -127,6 +127,7 @@ class World:
         "hold_copies": 1,
         "resume": 3,
         "fail": 3,
+        "burst": 1,
         "launch_and_raise": 1,
         "launch_without_a_replay": 1,
         "replay_without_a_launch": 1,
@@ -231,6 +232,19 @@ class World:
 
     def launch(self, rng: random.Random) -> None:
         self._launch(rng, "")
+
+    def burst(self, rng: random.Random) -> None:
+        """More launches than there are slots, of steps that nobody waits for, while the device is held."""
+        self.hold(rng)
+        lane = rng.choice(self.lanes)
+        for _ in range(self.depth + 4):
+            if rng.random() < 0.2 and not self.device._faults["wait"]:
+                self.device.fail_next("wait")
+            flight = self._launch(rng, "", lane if rng.random() < 0.7 else None)
+            if flight is not None and rng.random() < 0.7:
+                if rng.random() < 0.3 and not self.wait(flight) and flight.end:
+                    continue  # its wait failed
+                self._end(flight, rng.choice(["released", "cancelled", "dropped"]))
 
     def launch_and_raise(self, rng: random.Random) -> None:
         self._launch(rng, rng.choice(["raise", "raise late"]))
