@@ -263,9 +263,10 @@ class Ring:
             if last.event.query():
                 self._read(last)
         except Exception as error:  # noqa: BLE001 - the step's own wait raises it
+            # The step keeps it, and its traceback leads to the frames of this launch's caller, and to a step in them.
+            error.__traceback__ = None
             if not last.is_dropped:
-                # Its traceback leads to the frames of this launch's caller, and to the step that is in one of them.
-                self._fail(last, error.with_traceback(None))
+                self._fail(last, error)
 
     def _is_settling(self, tails: Sequence[Tail]) -> bool:
         unread = (tail.may_overflow and tail.occupant is not None and not tail.occupant.is_read for tail in tails)
