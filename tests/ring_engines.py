@@ -68,6 +68,12 @@ def to_pcm(tensor: Tensor) -> Tensor:
     return (tensor.nan_to_num(0.0).clamp(-1, 1) * 32767).round().to(torch.int16)
 
 
+def is_same(delivered: Tensor, value: Tensor) -> bool:
+    """Bit for bit."""
+    ints = torch.int16 if value.dtype is torch.int16 else torch.int32
+    return delivered.dtype is value.dtype and torch.equal(delivered.view(ints), value.view(ints))
+
+
 class Model(nn.Module):
     """`forward` as a module; with an output that is delivered whole, if asked for."""
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from .ring_machine import FAULTS, RingMachine
+from .ring_machine import RingMachine
+from .ring_oracle import FAULTS
 
 NUM_STEPS, NUM_EXAMPLES = 100, 50
 
@@ -27,7 +28,7 @@ def test_no_row_is_wrong_and_no_slot_leaks(record_property: Any) -> None:
     figures = RingMachine.figures
     figures.clear()
     options = settings(
-        stateful_step_count=NUM_STEPS,
+        stateful_step_count=NUM_STEPS + 1,  # the first builds the engine
         max_examples=NUM_EXAMPLES,
         deadline=None,
         derandomize=True,
@@ -37,8 +38,15 @@ def test_no_row_is_wrong_and_no_slot_leaks(record_property: Any) -> None:
     )
     run_state_machine_as_test(RingMachine, settings=options)
     record_property("counted", ", ".join(f"{count} {name}" for name, count in sorted(figures.items())))
-    assert figures["steps"] >= 0.9 * NUM_STEPS * NUM_EXAMPLES
+    assert figures["steps"] >= NUM_STEPS * NUM_EXAMPLES
     assert figures["launches"] >= figures["steps"] // 8
     assert figures["rows compared"] >= figures["steps"] // 4
-    for name in (*(f"fault {kind}" for kind in FAULTS), "released", "cancelled", "dropped", "late readers", "overflows"):
+    for name in (
+        *(f"fault {kind}" for kind in FAULTS),
+        "released",
+        "cancelled",
+        "dropped",
+        "late readers",
+        "overflows",
+    ):
         assert figures[name] > 0, name
