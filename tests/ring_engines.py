@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import spangraph
 from spangraph import Copy, Span, SpannedOutput, SpanStager, Step
-from spangraph.ring import Ring
+from spangraph.ring import Launch, Ring
 from spangraph.testing import SimulatedDevice
 
 SPANS = {"audio": Span(), "turns": Span(max_spans=2)}
@@ -148,6 +148,61 @@ class Lane:
         return all(0 <= start <= end <= self.width for start, end in row)
 
 
+@dataclass(eq=False)
+class Flight:
+    """What the oracle knows of one launch."""
+
+    lane: Lane
+    inputs: Inputs
+    ids: list[Hashable]
+    num_rows: int
+    step: Step | None
+    launch: Launch
+    is_excused: bool
+    may_be_lost: bool  # its staging node, with those of steps behind it
+    overflows: bool
+    slots: tuple[int | None, int | None]
+    withheld: set[tuple[Hashable, str]] = field(default_factory=set)
+    is_read: bool = False
+    end: str = ""  # "released", "cancelled", "dropped", "failed"
+    error: type[BaseException] | None = None
+
+    @staticmethod
+    def of(lane: Lane, inputs: Inputs, ids: list[Hashable], step: Step, is_excused: bool, may_be_lost: bool) -> Flight:
+        """A launch that has just been made."""
+        launch, overflows = step._launch, lane.overflows(inputs, len(ids))
+        slots = launch.slot, launch.copy_slot
+        return Flight(lane, inputs, ids, len(ids), step, launch, is_excused, may_be_lost, overflows, slots)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it counts towards the depth."""
+        is_leased = self.lane.holds or bool(self.lane.copied())
+        return not self.end and not (self.is_read and not is_leased)
+
+    def is_done(self) -> bool:
+        """Whether the device is done with it, or says that it failed."""
+        event: Any = self.launch.event
+        return event._reached.is_set() or event.fail is not None
+
+    def expected(self, name: str) -> tuple[dict[Hashable, list[Tensor]], list[Hashable], dict[Hashable, int]]:
+        """Good rows' parts by id, bad rows, and NaNs by row."""
+        padded = forward(*self.inputs.leaves(), [name]).outputs[name]
+        good: dict[Hashable, list[Tensor]] = {}
+        bad: list[Hashable] = []
+        nans: dict[Hashable, int] = {}
+        casts = self.lane.copies[name].dtype is torch.int16
+        for i, (row_id, spans) in enumerate(zip(self.ids, self.inputs.words(name)[: self.num_rows], strict=True)):
+            if (row_id, name) in self.withheld:
+                continue
+            if not self.lane.is_good(spans):
+                bad.append(row_id)
+            elif parts := [padded[i, start:end] for start, end in spans if start < end]:
+                nans[row_id] = sum(int(part.isnan().sum()) for part in parts) if casts else 0
+                good[row_id] = [to_pcm(part) if casts else part.clone() for part in parts]
+        return good, bad, nans
+
+
 @dataclass(frozen=True)
 class Engine:
     """What an example drives."""
@@ -228,6 +283,8 @@ def compiled(device: SimulatedDevice, rng: random.Random, depth: int, wait: str)
     """A compiled model with two signatures, both captured."""
     copies, whole = draw_copies(rng, sized=False), rng.random() < 0.3
     trace = rng.choice(["opaque", "export"])
+    if rng.random() < 0.4:  # one graph for all steps in flight: nothing is leased
+        whole, trace, copies = False, "export", {name: Copy(rng.choice(["device", "host"])) for name in SPANS}
     run = spangraph.compile(Model(whole=whole), depth=depth, copies=copies, trace=trace, backend=device, wait=wait)
 
     def start(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 from hypothesis import strategies as st
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from spangraph import StaleStepError
 
-from .ring_engines import Inputs
-from .ring_oracle import FAULTS, LONG, Flight, Oracle
+from .ring_engines import Flight, Inputs
+from .ring_oracle import FAULTS, LONG, Oracle
 
 
 class World(Oracle):
@@ -141,9 +141,7 @@ class World(Oracle):
         step = waiting.result()
         self.is_behind &= not self.is_noticed
         self.is_noticed = False
-        overflows = lane.overflows(inputs, lane.bs)
-        ids: list[Hashable] = list(range(lane.bs))
-        self.flights.append(Flight(lane, inputs, ids, lane.bs, step, step._launch, self.is_behind, False, overflows))
+        self.flights.append(Flight.of(lane, inputs, list(range(lane.bs)), step, self.is_behind, False))
         self.figures["launches"] += 1
 
     def close(self, rng: random.Random) -> None:

@@ -23,7 +23,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -38,64 +37,15 @@ from spangraph import (
     SpanError,
     StagingError,
     StaleStepError,
-    Step,
     StepStateError,
     StepTimeoutError,
 )
-from spangraph.ring import Launch
 from spangraph.testing import SimulatedDevice
 
-from .ring_engines import Engine, Inputs, Lane, Raised, captured_by_hand, compiled, forward, is_same, to_pcm
+from .ring_engines import Engine, Flight, Inputs, Lane, Raised, captured_by_hand, compiled, is_same
 
 SHORT, LONG = 0.002, 60.0
 FAULTS = ("replay", "kernel", "staging", "compaction", "copy", "late", "wait")
-
-
-@dataclass(eq=False)
-class Flight:
-    """What the oracle knows of one launch."""
-
-    lane: Lane
-    inputs: Inputs
-    ids: list[Hashable]
-    num_rows: int
-    step: Step | None
-    launch: Launch
-    is_excused: bool
-    may_be_lost: bool  # its staging node, with those of steps behind it
-    overflows: bool
-    withheld: set[tuple[Hashable, str]] = field(default_factory=set)
-    is_read: bool = False
-    end: str = ""  # "released", "cancelled", "dropped", "failed"
-    error: type[BaseException] | None = None
-
-    @property
-    def is_live(self) -> bool:
-        """Whether it counts towards the depth."""
-        is_leased = self.lane.holds or bool(self.lane.copied())
-        return not self.end and not (self.is_read and not is_leased)
-
-    def is_done(self) -> bool:
-        """Whether the device is done with it, or says that it failed."""
-        event: Any = self.launch.event
-        return event._reached.is_set() or event.fail is not None
-
-    def expected(self, name: str) -> tuple[dict[Hashable, list[Tensor]], list[Hashable], dict[Hashable, int]]:
-        """Good rows' parts by id, bad rows, and NaNs by row."""
-        padded = forward(*self.inputs.leaves(), [name]).outputs[name]
-        good: dict[Hashable, list[Tensor]] = {}
-        bad: list[Hashable] = []
-        nans: dict[Hashable, int] = {}
-        casts = self.lane.copies[name].dtype is torch.int16
-        for i, (row_id, spans) in enumerate(zip(self.ids, self.inputs.words(name)[: self.num_rows], strict=True)):
-            if (row_id, name) in self.withheld:
-                continue
-            if not self.lane.is_good(spans):
-                bad.append(row_id)
-            elif parts := [padded[i, start:end] for start, end in spans if start < end]:
-                nans[row_id] = sum(int(part.isnan().sum()) for part in parts) if casts else 0
-                good[row_id] = [to_pcm(part) if casts else part.clone() for part in parts]
-        return good, bad, nans
 
 
 class Oracle:
@@ -191,13 +141,11 @@ class Oracle:
         assert "raise" not in body, "a launch that had to raise"
         assert body == "forget" or "replay" not in pending, "a launch that had to raise"
         struck = pending & ({"kernel", "copy", "late"} if body == "forget" else {*FAULTS} - {"wait", "replay"})
-        launch = step._launch
-        failing: Any = launch.event
+        failing: Any = step._launch.event
         is_excused = bool(struck) or self.is_behind or failing.fail is not None or body == "forget"
         may_be_lost = bool(struck & {"kernel", "staging"}) or body == "forget"
         self.is_behind |= may_be_lost
-        overflows = lane.overflows(inputs, num_rows)
-        flight = Flight(lane, inputs, ids, num_rows, step, launch, is_excused, may_be_lost, overflows)
+        flight = Flight.of(lane, inputs, ids, step, is_excused, may_be_lost)
         self.flights.append(flight)
         return flight
 
@@ -353,6 +301,11 @@ class Oracle:
                 found = [*free, *(slot for into, slot, _ in ring._quarantine if into is free)]
                 found += [slot for launch in held if (slot := getattr(launch, name)) is not None]
                 assert sorted(found) == list(range(all_slots)), f"LEAKED {name}: {ring.describe()}"
+            for flight in self.flights[-2 * ring.num_slots :]:
+                if not flight.is_read and not flight.launch.event._reached.is_set():  # type: ignore[union-attr]
+                    slot, copy_slot = flight.slots
+                    assert slot not in ring._free, f"the device may write to slot {slot}: {ring.describe()}"
+                    assert flight.end != "failed" or copy_slot not in ring._free_copies, ring.describe()
 
     def finish(self) -> None:
         """Read and release everything; then all slots must be free, and what is launched right."""
