@@ -283,8 +283,9 @@ def compiled(device: SimulatedDevice, rng: random.Random, depth: int, wait: str)
     """A compiled model with two signatures, both captured."""
     copies, whole = draw_copies(rng, sized=False), rng.random() < 0.3
     trace = rng.choice(["opaque", "export"])
-    if rng.random() < 0.4:  # one graph for all steps in flight: nothing is leased
-        whole, trace, copies = False, "export", {name: Copy(rng.choice(["device", "host"])) for name in SPANS}
+    if rng.random() < 0.4:  # one graph for all steps in flight: nothing is leased, unless a copy is too small
+        whole, trace, room = False, "export", rng.choice([None, None, 48])
+        copies = {name: Copy(rng.choice(["device", "host"]), capacity=room) for name in SPANS}
     run = spangraph.compile(Model(whole=whole), depth=depth, copies=copies, trace=trace, backend=device, wait=wait)
 
     def start(
