@@ -238,6 +238,8 @@ class Ring:
             if last.event.query():
                 self._read(last)
         except Exception as error:  # noqa: BLE001 - the step's own wait raises it
+            # The step keeps it, and its traceback leads to the frames of this launch's caller, and to a step in them.
+            error.__traceback__ = None
             if not last.is_dropped:
                 self._fail(last, error)
 

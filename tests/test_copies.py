@@ -463,6 +463,34 @@ def test_a_step_that_did_not_fit_holds_the_next_launch_back(lifetime: str) -> No
     assert values(d.rows()) == cut(fits[0] * 2 + 1, [4, 8])
 
 
+@pytest.mark.parametrize("fault", ["wait", "staging"])
+def test_a_failed_wait_that_a_launch_found_keeps_no_step_of_its_caller(fault: str) -> None:
+    """The ring held the error, whose traceback led to the frames of whoever launched: a step there was not collected
+    when they were done with it."""
+    device = SimulatedDevice()
+    run = spangraph.compile(Toy(), backend=device, depth=2, copies={"audio": Copy("host", capacity=16)})
+    x, n = batch()
+    run(x, n)
+    if fault == "staging":
+        device.fail_next("staging")
+    lost = run.launch(x, n)
+
+    def fail() -> None:
+        raise RuntimeError("failed wait")  # a new error each time, as a device's
+
+    if fault == "wait":
+        lost._launch.event.query = fail  # type: ignore[union-attr,method-assign,assignment]
+
+    def serve() -> None:
+        step = run.launch(x, n, timeout=60)
+        assert values(step.rows()) == cut(x * 2 + 1, n.tolist())
+
+    for _ in range(3):
+        serve()
+    with pytest.raises(RuntimeError, match="failed wait|instead of generation 2"):
+        lost.rows()
+
+
 def test_graphs_that_may_overflow_have_memory_of_their_own() -> None:
     run = compiled(Toy(), "simulated", depth=2, copies={"audio": Copy("device", capacity=16)})
     first, second = batch((5, 5)), batch((4, 5, 3))
