@@ -115,7 +115,8 @@ def map_spans(spans: Tensor, widths: Sequence[int], moves: Sequence[Sequence[tup
     Returns:
         int64 spans of the same shape.
     """
-    pairs = spans.view(spans.shape[0], -1, len(widths), 2)
+    max_spans = spans.shape[1:].numel() // (2 * len(widths))
+    pairs = spans.view(spans.shape[0], max_spans, len(widths), 2)
     starts, ends = pairs[..., 0].unbind(-1), pairs[..., 1].unbind(-1)
     fits = [(s >= 0) & (s <= e) & (e <= width) for s, e, width in zip(starts, ends, widths, strict=True)]
     good = torch.stack(fits, -1).all(-1).all(-1, keepdim=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Self
@@ -90,7 +91,7 @@ def _check_names(model: nn.Module, walk: str, copies: Mapping[str, Copy]) -> Non
     known: set[str] = set()
     for declaration in find_declarations(model, walk):
         known |= {*declaration.spans, *(f"{declaration.fqn}.{name}" for name in declaration.spans if declaration.fqn)}
-    if unknown := sorted(set(copies) - known):
+    if unknown := sorted(name for name in copies if re.sub(r"\[\d+\]", "", name) not in known):
         raise DeclarationError(f"copies of {unknown}, but walk {walk!r} declares the spanned outputs {sorted(known)}.")
 
 
@@ -291,7 +292,7 @@ class Compiled:
         lines = [f"{name}, walk {self._walk!r}, backend {self._backend.name}, depth {self._ring.depth}"]
         if not self._by_key:
             lines.append("  nothing launched yet: signatures are traced at their first launch")
-        for signature in self._by_key.values():
+        for signature in list(self._by_key.values()):
             trace, prepared = signature.trace, signature.prepared
             captured = "" if not self._backend.static else ", captured" if trace.captures else ", uncaptured"
             lines.append(f"  signature ({signature.label})")

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from spangraph.backends import Event
@@ -39,20 +40,25 @@ class Launch:
     is_cancelled: bool = False
     is_dropped: bool = False  # and the ring has taken back what it held
     has_overflowed: bool = False  # some of its copies did not fit
-    withheld: frozenset[tuple[int, str | None]] | None = None
+    withheld: set[tuple[int, str | None]] = field(default_factory=set)  # (position, output, or None for all)
     readers: list[Any] = field(default_factory=list)  # streams that were current when its rows were asked for
     taken: list[tuple[weakref.ref[Tensor], str]] = field(default_factory=list)  # rows and where, while debugging
 
-    def copied(self, region: Region) -> Tensor:
-        """The bytes of a region of its copy slot.
+    def crop(self, region: Region, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        """What lies in its copy slot from byte `offset` of a region on.
 
         Raises:
             StaleStepError: after the lease.
         """
-        slot, copies = self.copy_slot, self.tail.copies
-        if slot is None or copies is None:
+        slot, copies = self.copy_slot, self.tail.copies  # before the check: another thread may release meanwhile
+        if self.is_released or slot is None or copies is None:
             raise stale_error(self)
-        return copies.bytes_of(region, slot)
+        return copies.crop(region, slot, offset, dtype, shape)
+
+    def owned(self) -> Launch:
+        """What rows that are the caller's need of it, and nothing that is the ring's."""
+        none: Any = None
+        return Launch(none, self.generation, None, None, self.row_ids, self.num_rows, withheld=self.withheld)
 
     def __str__(self) -> str:
         if self.is_released:

@@ -72,7 +72,7 @@ def measure_compiled(core: StagerCore, signatures: Iterable[Signature]) -> Memor
     """What these signatures and their ring hold now."""
     uses = [_ring_use(core)]
     pools: set[object] = set()
-    for signature in signatures:
+    for signature in list(signatures):  # another thread may trace one
         label, tail = signature.label, signature.tails[0]
         parts = {cut.region.index: cut.label for cut in tail.copied if cut.region is not None}
         uses += _slot_uses(core, label, tail.buffer, tail.copies, [parts[i] for i in sorted(parts)], signature.tails)

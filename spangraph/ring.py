@@ -245,8 +245,8 @@ class Ring:
 
     def _is_settling(self, tails: Sequence[Tail]) -> bool:
         occupants = [launch for tail in tails if (launch := _occupant(tail)) is not None]
-        unread = (launch.tail.may_overflow and not launch.is_read for launch in occupants)
-        return len(self._live) < self.depth and any(unread)
+        unread = [launch.tail for launch in occupants if not launch.is_read]
+        return len(self._live) < self.depth and any(tail.may_overflow and not tail.holds_outputs for tail in unread)
 
     def _why_full(self, tail: Tail) -> str:
         if len(self._live) >= self.depth:
@@ -434,8 +434,6 @@ class Ring:
         """End the lease: the next launch into this memory waits, on the device, for whatever may still read it."""
         with self.lock:
             self._drop(launch)
-        if self.debug:
-            report_taken(launch)
 
     def cancel(self, launch: Launch) -> None:
         """Give a step up, in flight or not. Waits for nothing: if another thread is launching, the ring takes back what
@@ -453,6 +451,8 @@ class Ring:
         if launch.is_dropped:
             return
         launch.is_released = launch.is_dropped = True
+        if self.debug:
+            report_taken(launch)
         if launch.tail.is_leased:
             self._retire(launch)
         if launch.slot is not None:

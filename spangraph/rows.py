@@ -143,7 +143,7 @@ class Rows(Mapping[Hashable, Entry]):
     raises once, naming every bad one.
     """
 
-    __slots__ = ("_cut", "_index", "_items", "_launch", "_nans", "_owned", "_records", "_spans", "_step", "_windows_of")
+    __slots__ = ("_cut", "_index", "_launch", "_nans", "_owned", "_records", "_spans", "_step", "_windows_of")
 
     def __init__(
         self,
@@ -163,7 +163,6 @@ class Rows(Mapping[Hashable, Entry]):
         self._index: dict[Hashable, int] | None = None
         self._windows_of: dict[int, list[Window]] = {}
         self._records: memoryview | None = None  # what became of the copies
-        self._items: Tensor | None = None  # its region of the copy slot
 
     @property
     def row_ids(self) -> Sequence[Hashable]:
@@ -248,7 +247,8 @@ class Rows(Mapping[Hashable, Entry]):
         copies = iter(self._gather(windows))
         owned = {position: self._as_entry([next(copies) for _ in row]) for position, row in windows.items()}
         nans = {position: self._count_nans(position) for position in windows} if self._cut.casts else None
-        return Rows(None, self._launch, self._cut, self._spans, owned, nans)
+        self._check_lease()  # still: a release meanwhile may have let a later step write what was copied
+        return Rows(None, self._launch.owned(), self._cut, memoryview(bytes(self._spans)).cast("q"), owned, nans)
 
     # ---- positions -----------------------------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class Rows(Mapping[Hashable, Entry]):
     def _windows(self, position: int) -> list[Window]:
         """A row's parts; none if it is withheld. Raises for a bad one."""
         withheld = self._launch.withheld
-        if withheld is not None and ((position, None) in withheld or (position, self._cut.name) in withheld):
+        if withheld and ((position, None) in withheld or (position, self._cut.name) in withheld):
             return []
         if (known := self._windows_of.get(position)) is not None:
             return known
@@ -298,11 +298,7 @@ class Rows(Mapping[Hashable, Entry]):
             return None
         if self._owned is not None:
             return self._owned[position]
-        crops = self._crops(position, windows)
-        if self._step is not None and self._step._ring.debug:
-            where = user_line()
-            self._launch.taken += [(weakref.ref(crop), where) for crop in crops]
-        return self._as_entry(crops)
+        return self._as_entry(self._crops(position, windows))
 
     def _as_entry(self, crops: Sequence[Tensor]) -> Entry:
         return tuple(crops) if self._cut.span.max_spans > 1 else crops[0]
@@ -332,26 +328,30 @@ class Rows(Mapping[Hashable, Entry]):
         if offset < 0:  # the step did not fit
             crops = self._padded(position, windows)
             crops = [pcm16(crop) for crop in crops] if cut.casts else crops
-            return [crop.cpu() for crop in crops] if cut.region.on_host else crops
-        if (items := self._items) is None:
-            items = self._items = self._launch.copied(cut.region).view(cut.dtype)
-        self._check_lease()
-        at, unit = items.storage_offset() + offset * ALIGNMENT // cut.dtype.itemsize, ALIGNMENT // cut.dtype.itemsize
+            crops = [crop.cpu() for crop in crops] if cut.region.on_host else crops
+            self._check_lease()  # what was copied here was still the step's
+            return crops
+        at = offset * ALIGNMENT
         crops = []
         for window in windows:
-            shape, strides, size = cut.crop_shape(window), [], 1
-            for extent in reversed(shape):
-                strides.append(size)
-                size *= extent
-            crops.append(items.as_strided(shape, strides[::-1], at))
-            at += -(-size // unit) * unit
+            crops.append(self._launch.crop(cut.region, at, cut.dtype, cut.crop_shape(window)))
+            at += cut.crop_bytes(window)
+        self._track(crops)
         return crops
 
     def _padded(self, position: int, windows: Sequence[Window]) -> list[Tensor]:
         """A row's parts in the graph's output."""
         outputs = self._launch.outputs  # before the check: another thread may release meanwhile
         self._check_lease()
-        return [self._cut.view(outputs[self._cut.output], position, window) for window in windows]
+        crops = [self._cut.view(outputs[self._cut.output], position, window) for window in windows]
+        self._track(crops)
+        return crops
+
+    def _track(self, crops: Sequence[Tensor]) -> None:
+        """While debugging: remember who took memory that dies with the lease."""
+        if self._step is not None and self._step._ring.debug:
+            where = user_line()
+            self._launch.taken += [(weakref.ref(crop), where) for crop in crops]
 
     def _record(self, position: int) -> tuple[int, int]:
         """Where the row's copy begins, in units of 16 bytes (below 0: the step did not fit), and its NaNs."""

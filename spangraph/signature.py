@@ -257,6 +257,8 @@ class SignatureBuilder:
             """The cut as it is copied, if it is."""
             nonlocal may_overflow
             option = self._copy_of(cut.name, mark_of[cut.name])
+            if option.dtype is not None and cut.label != cut.name and not cut.dtype.is_floating_point:
+                option = replace(option, dtype=None)  # a mask that derives from the audio is no audio
             if option.to == "view":
                 return cut
             key = cut.output, cut.column, cut.span_map, option

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,6 +120,8 @@ def copies_of(given: Mapping[str, Copy | str] | None) -> dict[str, Copy]:
         raise DeclarationError(f'copies={given!r}: expected a mapping such as {{"audio": "host"}}.')
     copies: dict[str, Copy] = {}
     for name, copy in (given or {}).items():
+        if not isinstance(name, str):
+            raise DeclarationError(f"copies has the key {name!r}: expected names of spanned outputs.")
         if not isinstance(copy, Copy | str):
             raise DeclarationError(f"copies[{name!r}] is {copy!r}: expected 'view', 'device', 'host' or a Copy.")
         copies[name] = Copy(copy) if isinstance(copy, str) else copy
@@ -170,6 +174,7 @@ class CopySlots:
         self.slot_bytes = sum(ends.values())
         self._memory = [self._allocate(on_host, num_slots, end) for on_host, end in ends.items()]
         self.rings = [memory.device for memory in self._memory]
+        self._buffers = [_buffer_of(memory.host) for memory in self._memory]
 
     def _allocate(self, on_host: bool, num_slots: int, num_bytes: int) -> Pinned:
         num_words = max(num_bytes, ALIGNMENT) // _WORD
@@ -179,10 +184,24 @@ class CopySlots:
             ring = torch.zeros(num_slots, num_words, dtype=torch.int64, device=self._backend.device)
         return Pinned(ring, ring)
 
-    def bytes_of(self, region: Region, slot: int) -> Tensor:
-        """The region's bytes in a slot, where its reader finds them: uint8 `[capacity]`."""
-        words = self._memory[region.ring].host[slot]
-        return words.view(torch.uint8).narrow(0, region.first, region.capacity)
+    def crop(self, region: Region, slot: int, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        """What lies in a slot from byte `offset` of a region on.
+
+        In host memory it has a storage of its own, of just these bytes: whoever saves, shares or sends it to another
+        process must not take the ring along, nor move it.
+        """
+        ring, buffer, size = self._memory[region.ring].host, self._buffers[region.ring], math.prod(shape)
+        if size == 0:
+            return torch.empty(tuple(shape), dtype=dtype, device=ring.device)
+        at = slot * ring.size(1) * _WORD + region.first + offset
+        if buffer is None:
+            strides, step = [], 1
+            for extent in reversed(shape):
+                strides.append(step)
+                step *= extent
+            return ring.view(dtype).as_strided(tuple(shape), strides[::-1], at // dtype.itemsize)
+        flat = torch.frombuffer(buffer, dtype=dtype, count=size, offset=at)
+        return flat if len(shape) == 1 else flat.view(tuple(shape))
 
     def memory_of(self, slot: int) -> list[Tensor]:
         """All bytes of a slot, wherever they lie, to be poisoned."""
@@ -191,6 +210,15 @@ class CopySlots:
 
     def __del__(self) -> None:
         self._backend.before_free(vars(self).get("_memory"))
+
+
+def _buffer_of(ring: Tensor) -> Any:
+    """The bytes of a ring in host memory, which keep it alive; None for one on the device."""
+    if ring.device.type != "cpu":
+        return None
+    buffer = (ctypes.c_uint8 * ring.untyped_storage().nbytes()).from_address(ring.data_ptr())
+    buffer.owner = ring  # type: ignore[attr-defined]
+    return buffer
 
 
 @dataclass

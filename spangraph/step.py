@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Self
 
@@ -13,8 +12,6 @@ from spangraph.errors import RowLookupError, StepStateError
 from spangraph.launch import Launch, stale_error
 from spangraph.ring import Ring
 from spangraph.rows import Cut, Rows
-
-_WITHHOLDING = threading.Lock()
 
 
 class Step:
@@ -138,10 +135,14 @@ class Step:
         if self._make_result is None:
             raise StepStateError("a step of a SpanStager has no result(): use rows(name) and the graph's own outputs.")
         with profiled("spangraph.cut"):
-            return self._make_result(self, own)
+            result = self._make_result(self, own)
+        if own and self._launch.is_released:  # by another thread, so that a later step may have written what was copied
+            raise stale_error(self._launch)
+        return result
 
     def withhold(self, row_id: Hashable, *names: str) -> None:
-        """Withhold a row after the launch, for the named outputs or all of them: as if its spans were empty.
+        """Withhold a row after the launch, for the named outputs or all of them: as if its spans were empty, also in
+        rows that were asked for before, owned ones too.
 
         For stop checks and aborted requests; never waits.
 
@@ -152,10 +153,7 @@ class Step:
             raise RowLookupError(f"no row {row_id!r} in this step; its rows are {list(self.row_ids)}.")
         position = self.row_ids.index(row_id)
         which: list[str | None] = [self._launch.tail.cut(name).name for name in names]
-        with _WITHHOLDING:  # of all steps: held for a microsecond
-            self._launch.withheld = (self._launch.withheld or frozenset()) | {
-                (position, name) for name in which or [None]
-            }
+        self._launch.withheld.update((position, name) for name in which or [None])
 
     def release(self) -> None:
         """End the lease. Rows that are not owned become invalid; a consumer's work on the current stream is waited for,
@@ -165,7 +163,10 @@ class Step:
 
     def cancel(self) -> None:
         """Give the step up, done or in flight, for requests that nobody waits for any more: who waits or reads gets
-        `StaleStepError`. Waits for nothing, not even for another thread's launch. `withhold` gives up one row."""
+        `StaleStepError`. Waits for nothing, not even for another thread's launch. `withhold` gives up one row.
+
+        A wait that blocks without a timeout cannot be woken: it raises once the device is done.
+        """
         self._ring.cancel(self._launch)
 
     def __enter__(self) -> Self:

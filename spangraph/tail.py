@@ -75,7 +75,7 @@ class Tail:
         self.occupant: Launch | None = None
         self.neighbours: list[Tail] = [self]
         self.outputs: Sequence[Tensor] = ()
-        self._inputs: list[tuple[weakref.ref[Tensor], int]] = []
+        self._inputs: list[tuple[weakref.ref[Tensor], weakref.ref[torch.UntypedStorage], int]] = []
         self.mirror: Tensor | None = None
         self.status: Tensor | None = None  # what the copies of a replay tell its staging node
         with torch.inference_mode(False):
@@ -151,7 +151,7 @@ class Tail:
 
     def note_inputs(self, inputs: Sequence[Tensor]) -> None:
         """Remember where the graph's inputs are."""
-        self._inputs = [(weakref.ref(tensor), tensor.data_ptr()) for tensor in inputs]
+        self._inputs = [(weakref.ref(x), weakref.ref(x.untyped_storage()), x.data_ptr()) for x in inputs]
 
     def check_inputs(self) -> None:
         """While debugging: a graph reads its inputs where they were at the capture.
@@ -159,9 +159,9 @@ class Tail:
         Raises:
             StaleGraphError: if one of them is gone or has other memory now.
         """
-        for i, (ref, address) in enumerate(self._inputs):
-            tensor = ref()
-            if tensor is None or tensor.data_ptr() != address:
+        for i, (ref, storage, address) in enumerate(self._inputs):
+            tensor = ref()  # gone, if it was a slice of a larger buffer; then that must be alive
+            if storage() is None or (tensor is not None and tensor.data_ptr() != address):
                 what = "is gone" if tensor is None else f"is at {tensor.data_ptr():#x}"
                 raise StaleGraphError(
                     f"input {i} of graph {self.graph} was at {address:#x} at the capture, and {what} now: a replay"
@@ -170,7 +170,7 @@ class Tail:
 
     def dying(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Those of a step's outputs that are nobody's after it: not in memory of an input."""
-        inputs = {tensor.untyped_storage().data_ptr() for ref, _ in self._inputs if (tensor := ref()) is not None}
+        inputs = {storage.data_ptr() for _, ref, _ in self._inputs if (storage := ref()) is not None}
         return [output for output in outputs if output.untyped_storage().data_ptr() not in inputs]
 
     def cut(self, name: str | None) -> Cut:

@@ -487,7 +487,7 @@ def test_a_failed_wait_that_a_launch_found_keeps_no_step_of_its_caller(fault: st
 
     for _ in range(3):
         serve()
-    with pytest.raises(RuntimeError, match="failed wait|instead of generation 2"):
+    with pytest.raises(RuntimeError, match=r"failed wait|instead of generation 2"):
         lost.rows()
 
 
