@@ -222,8 +222,8 @@ class Ring:
 
     def _free_tail(self, tails: Sequence[Tail]) -> Tail | None:
         for tail in tails:
-            for neighbour in tail.neighbours:
-                self._settle(neighbour)
+            for other in (tail, *tail.neighbours):
+                self._settle(other)
             has_slots = self._find_slot(tail) is not None and (tail.copies is None or self._free_copies)
             if _occupant(tail) is None and (not tail.columns or has_slots):
                 return tail
@@ -522,6 +522,8 @@ class Ring:
 
 def _occupant(tail: Tail) -> Launch | None:
     """A step whose outputs a replay of this graph would overwrite."""
+    if tail.occupant is not None or not tail.neighbours:
+        return tail.occupant
     return next((other.occupant for other in tail.neighbours if other.occupant is not None), None)
 
 

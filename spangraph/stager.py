@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Self
@@ -83,7 +84,7 @@ class SpanStager:
             )
         sizes = [(copy, _known(name, copy)) for name, copy in self._copied.items()]
         self._buffer, self._copies = self._core.new_buffer(widths, max_rows, sizes)
-        self._by_pool: dict[Hashable, list[Tail]] = {}
+        self._by_pool: dict[Hashable, weakref.WeakSet[Tail]] = {}
         self._inline_tails: dict[int, tuple[object, Tail]] = {}
 
     def stage(
@@ -166,8 +167,8 @@ class SpanStager:
             self._keep_inline_tail(tail)
         pools = (self.backend.pool_of(tensor) for tensor in (*outputs, *columns.values()))
         if (pool := next((pool for pool in pools if pool is not None), None)) is not None:
-            tail.neighbours = self._by_pool.setdefault(pool, [])
-            tail.neighbours.append(tail)
+            tails = tail.neighbours = self._by_pool.setdefault(pool, weakref.WeakSet())
+            tails.add(tail)
         tail.note_inputs(inputs)
         tail.outputs = outputs if tail.holds_outputs or tail.may_overflow else ()
         if tail.copied:

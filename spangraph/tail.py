@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,7 @@ class Tail:
         holds_outputs: whether its steps lease `outputs`, as rows are views of them: a replay overwrites them.
         may_overflow: whether a step's copies may not fit, so that its rows may have to be cut from `outputs`.
         occupant: the step that leases the outputs.
-        neighbours: tails of graphs in the same memory pool, this one included: a replay of one overwrites the outputs
-            of all.
+        neighbours: tails of graphs in the same memory pool: a replay of one overwrites the outputs of all.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Tail:
         self.columns = columns
         self.is_leased = holds_outputs or bool(copied)
         self.occupant: Launch | None = None
-        self.neighbours: list[Tail] = [self]
+        self.neighbours: Collection[Tail] = ()
         self.outputs: Sequence[Tensor] = ()
         self._inputs: list[tuple[weakref.ref[Tensor], weakref.ref[torch.UntypedStorage], int]] = []
         self.mirror: Tensor | None = None
