@@ -113,7 +113,7 @@ class Ring:
             StepTimeoutError: if waiting for room took longer than `timeout` seconds.
         """
         deadline = _deadline(timeout)
-        sleep, warn_at = _FIRST_SLEEP, time.monotonic() + _WARN_AFTER
+        sleep, warn_at = _FIRST_SLEEP, 0.0
         if self._reserved is not None:
             raise StepStateError(f"a launch inside the launch of {self._reserved}: end that one first.")
         while True:
@@ -127,6 +127,7 @@ class Ring:
                 raise RingFullError(problem)
             if deadline is not None and time.monotonic() > deadline:
                 raise StepTimeoutError(f"no room for a launch within {timeout} s: {problem}\n{self.describe()}")
+            warn_at = warn_at or time.monotonic() + _WARN_AFTER
             if time.monotonic() > warn_at:
                 _logger.warning("a launch has waited %g s for room: %s\n%s", _WARN_AFTER, problem, self.describe())
                 warn_at = inf
@@ -222,10 +223,12 @@ class Ring:
 
     def _free_tail(self, tails: Sequence[Tail]) -> Tail | None:
         for tail in tails:
-            for other in (tail, *tail.neighbours):
-                self._settle(other)
-            has_slots = self._find_slot(tail) is not None and (tail.copies is None or self._free_copies)
-            if _occupant(tail) is None and (not tail.columns or has_slots):
+            if tail.may_overflow or tail.neighbours:
+                for other in (tail, *tail.neighbours):
+                    self._settle(other)
+            if _occupant(tail) is not None:
+                continue
+            if not tail.columns or (self._find_slot(tail) is not None and (tail.copies is None or self._free_copies)):
                 return tail
         return None
 
@@ -475,17 +478,20 @@ class Ring:
 
     def _retire(self, launch: Launch) -> None:
         """Poison outputs and copies once their readers are done, and let the next launch wait for all of them."""
-        copies, slot = launch.tail.copies, launch.copy_slot
-        memory = copies.memory_of(slot) if self.backend.debug and copies is not None and slot is not None else []
+        outputs: Sequence[Tensor] = ()
+        memory: Sequence[Tensor] = ()
+        if self.backend.debug:
+            outputs, copies, slot = launch.tail.dying(launch.outputs), launch.tail.copies, launch.copy_slot
+            memory = copies.memory_of(slot) if copies is not None and slot is not None else ()
         if not self.backend.static:
-            self.backend.poison(launch.tail.dying(launch.outputs), memory)
+            self.backend.poison(outputs, memory)
             return
         current = self.backend.stream()
         others = [(stream, self.backend.record(stream)) for stream in launch.readers if stream != current]
         after = [event for _, event in others]
         if launch.event is not None and self._last is not None and self._last[0] != current:
             after.append(launch.event)  # dropped in flight, by a thread with another stream
-        self.backend.poison(launch.tail.dying(launch.outputs), memory, after=after)
+        self.backend.poison(outputs, memory, after=after)
         self._consumers += [*others, (current, self.backend.record())]
 
     def discard(self, launch: Launch) -> None:
