@@ -210,12 +210,12 @@ class World(Oracle):
         if (flight := self.pick(rng)) is None:
             return
         waiting = self.reader.submit(flight.step.wait, LONG)  # type: ignore[union-attr]
-        is_cancelled = rng.random() < 0.4
+        is_cancelled, launched = rng.random() < 0.4, None
         if is_cancelled:
             self._end(flight, "cancelled")
         else:
             self.racing = flight
-            self._launch(rng, "")
+            launched = self._launch(rng, "")
             self.racing = None
         self.unblock()
         try:
@@ -226,6 +226,8 @@ class World(Oracle):
             if not flight.is_excused:
                 raise
             flight.end, flight.error = flight.end or "failed", type(error)
+            if launched is not None:  # which may have settled what this has noticed, and be lost itself
+                flight.may_be_lost = False
         else:
             flight.is_read = True
         del waiting
