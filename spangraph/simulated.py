@@ -23,23 +23,18 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spangraph.backends import Backend, Event, Graph, Pinned, poison_, preserve_generators, storage_bytes, writable
 from spangraph.errors import CaptureError, InputError
 from spangraph.host_state import storage_key
-from spangraph.passes.host_reads import diagnose_read, read_by
-from spangraph.watch import SavedMemory, user_line
+from spangraph.tape import COMPACT, STAGE, HostReads, Op, Ref, Tape
 
 T = TypeVar("T")
-_STAGE = torch.ops.spangraph.stage.default
-_COMPACT = torch.ops.spangraph.compact.default
 
 
 class _Gate:
@@ -141,93 +136,6 @@ def _work(items: queue.SimpleQueue[Callable[[], object] | _Ungated | SimulatedEv
         del item, kernel  # do not keep a graph alive while waiting for work
 
 
-@dataclass
-class _Op:
-    func: Any
-    spec: pytree.TreeSpec
-    leaves: list[Any]  # arguments: _Ref or a value; external tensors as they are
-    results: list[int | None]
-
-
-@dataclass(frozen=True)
-class _Ref:
-    index: int
-
-
-class _Tape(TorchDispatchMode):
-    """Records operators during a capture. What it runs to learn shapes leaves no trace in memory from outside."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.ops: list[_Op] = []
-        self._indices: dict[int, int] = {}
-        self._made: list[Tensor] = []  # keeps ids unique until the end of the capture
-        self._memory = SavedMemory()
-        self._external: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if what := read_by(func, args, kwargs):
-            raise CaptureError(f"operation not permitted when stream is capturing: {diagnose_read(what, user_line())}")
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        recorded = [self._argument(leaf) for leaf in leaves]
-        if func in (_STAGE, _COMPACT):  # have no result; and other graphs may write there, which an undo would undo
-            self.ops.append(_Op(func, spec, recorded, [None]))
-            return None
-        self._memory.before(func, args, kwargs, lambda tensor: storage_key(tensor) in self._external)
-        with torch._C.DisableTorchFunction():  # a host read inside an operator is the operator's own
-            out = func(*args, **kwargs)
-        self.ops.append(_Op(func, spec, recorded, [self._result(leaf) for leaf in pytree.tree_leaves(out)]))
-        return out
-
-    def _argument(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) in self._indices:
-            return _Ref(self._indices[id(leaf)])
-        self._external.add(storage_key(leaf))
-        return leaf.detach()  # the memory of now, as in a captured graph: `parameter.data = ...` leads elsewhere
-
-    def _result(self, leaf: Any) -> int | None:
-        if not isinstance(leaf, Tensor):
-            return None
-        if id(leaf) not in self._indices:
-            self._indices[id(leaf)] = len(self._made)
-            self._made.append(leaf)
-        return self._indices[id(leaf)]
-
-    def makes(self, tensor: Tensor) -> bool:
-        """Whether the tensor was made in the capture."""
-        return id(tensor) in self._indices
-
-    def finish(self) -> dict[int, Tensor]:
-        """Undo what ran; returns the results that somebody still holds: the graph's static memory."""
-        self._memory.restore()
-        references = [weakref.ref(tensor) for tensor in self._made]
-        self._made.clear()
-        alive = {i: tensor for i, ref in enumerate(references) if (tensor := ref()) is not None}
-        return {i: tensor for i, tensor in alive.items() if storage_key(tensor) not in self._external}
-
-
-class _HostReads(TorchFunctionMode):
-    """Refuses what reads a CPU tensor without an operator that the tape would see."""
-
-    _READS: ClassVar = {
-        Tensor.tolist: ".tolist()",
-        Tensor.numpy: ".numpy()",
-        Tensor.__array__: "numpy",
-        Tensor.cpu: ".cpu()",
-        Tensor.__repr__: "print, repr",
-        Tensor.__format__: "print, format",
-    }
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._READS:
-            read = diagnose_read(f"a tensor's values ({self._READS[func]})", user_line())
-            raise CaptureError(f"operation not permitted when stream is capturing: {read}")
-        return func(*args, **(kwargs or {}))
-
-
 class Pool:
     """Memory that several graphs share: a replay of one overwrites the outputs of the others."""
 
@@ -240,7 +148,7 @@ class SimulatedGraph:
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
-        self._ops: list[_Op] | None = None
+        self._ops: list[Op] | None = None
         self._static: dict[int, Tensor] = {}
         self.pool = Pool()
 
@@ -253,7 +161,7 @@ class SimulatedGraph:
         if self._ops is None:
             raise CaptureError("replay of a graph that was never captured: capture it with device.graph(graph).")
         self._device._raise_fault("replay")
-        lost = {op for op, kind in ((_STAGE, "staging"), (_COMPACT, "compaction")) if self._device._take_fault(kind)}
+        lost = {op for op, kind in ((STAGE, "staging"), (COMPACT, "compaction")) if self._device._take_fault(kind)}
         self._device.launch(lambda: self._run(lost))
 
     def _run(self, lost: set[Any]) -> None:
@@ -265,9 +173,9 @@ class SimulatedGraph:
         for op in self._ops:
             if op.func in lost:
                 continue
-            leaves = [values[leaf.index] if isinstance(leaf, _Ref) else leaf for leaf in op.leaves]
+            leaves = [values[leaf.index] if isinstance(leaf, Ref) else leaf for leaf in op.leaves]
             args, kwargs = pytree.tree_unflatten(leaves, op.spec)
-            is_tail = op.func in (_STAGE, _COMPACT)
+            is_tail = op.func in (STAGE, COMPACT)
             with self._device._pinned_lock if is_tail else contextlib.nullcontext():
                 out = pytree.tree_leaves(op.func(*args, **kwargs))
             values.update((i, tensor) for i, tensor in zip(op.results, out, strict=True) if i is not None)
@@ -310,7 +218,7 @@ class SimulatedDevice(Backend):
         self._pinned_lock = threading.Lock()  # one stream lands only what another has wholly written
         self._owned: dict[int, int] = defaultdict(int)  # storages of static outputs
         self._capture = threading.RLock()
-        self._capturing: tuple[_Tape, Pool] | None = None
+        self._capturing: tuple[Tape, Pool] | None = None
         self._streams: weakref.WeakSet[SimulatedStream] = weakref.WeakSet()
         self._default = self.new_stream()
         self._current = threading.local()
@@ -392,10 +300,10 @@ class SimulatedDevice(Backend):
         """
         with self._capture:
             self.synchronize()
-            tape = _Tape()
+            tape = Tape()
             self._capturing = tape, pool or graph.pool
             try:
-                with preserve_generators(self.device), _HostReads(), tape:
+                with preserve_generators(self.device), HostReads(), tape:
                     self._raise_fault("capture")
                     yield
             finally:
