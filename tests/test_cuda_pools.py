@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -109,3 +111,17 @@ def test_bytes_of_pools(backend: CudaBackend) -> None:
         pools = [use.pool for use in run.memory().uses if use.part == "(graph pool)"]
         assert len(pools) == num_pools * (2 if lifetime == "view" else 1)
         assert (sum(pools) > 0) == (lifetime == "view")
+
+
+def test_the_pool_of_a_tensor_is_that_of_its_segment() -> None:
+    """By its address, as a capture by hand does not say where it allocates."""
+    x = torch.ones(4)
+    inside = {"address": x.data_ptr() - 64, "total_size": 128}
+    before = {"address": x.data_ptr() - 512, "total_size": 512, "segment_pool_id": (0, 9)}
+
+    def pool_of(*segments: dict[str, object]) -> object:
+        return CudaBackend("cpu", cuda=SimpleNamespace(memory_snapshot=lambda: segments)).pool_of(x)
+
+    assert pool_of(before, {**inside, "segment_pool_id": (0, 3)}) == (0, 3)
+    assert pool_of(before, {**inside, "segment_pool_id": (0, 0)}) is None  # ordinary memory
+    assert pool_of(before) is None
