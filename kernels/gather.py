@@ -204,7 +204,7 @@ def _copy_chunk(source_ptr, target_ptr, crop_ptr, row, chunk, size, LAYOUT: tl.c
         if LAYOUT.is_pcm:
             # The clamp stands between the product and the sum: next to each other they would be fused, and round once.
             values = values.to(tl.float32) * 32767.0
-            is_nan = values != values  # noqa: PLR0124
+            is_nan = values != values  # noqa: PLR0124 - of all floats a NaN alone differs from itself
             nans += is_nan.to(tl.int32)
             values = tl.where(is_nan, 0.0, values)
             values = tl.minimum(tl.maximum(values, -32767.0), 32767.0)

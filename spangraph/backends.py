@@ -148,7 +148,7 @@ class Backend(ABC):
         """The value of a device word; only after `synchronize`."""
         return int(cursor.item())
 
-    def poison(  # noqa: B027
+    def poison(  # noqa: B027 - nothing to do is the default
         self, outputs: Sequence[Tensor], memory: Sequence[Tensor] = (), *, after: Sequence[Event] = ()
     ) -> None:
         """Overwrite what the contract lets die, in stream order, and after the events of streams that still read it.

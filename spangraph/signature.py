@@ -270,7 +270,9 @@ class SignatureBuilder:
                 wanted.append((option, worst if option.capacity is None else min(option.capacity, worst)))
                 may_overflow |= option.capacity is not None and option.capacity < worst
                 copied[key] = placed, Copied(cut.output, mark.spans, cut.widths, cut.span_map)
-            return replace(cut, **{name: getattr(copied[key][0], name) for name in ("dtype", "casts", "region")})
+            region = copied[key][0].region
+            assert region is not None, "it is copied"
+            return cut.copied_to(region, option)
 
         by_name = {name: copy(cut) for name, cut in by_name.items()}
         cuts = {output: copy(cut) for output, cut in cuts.items()}

@@ -56,7 +56,6 @@ class Tail:
     ) -> None:
         self._ring = ring
         self.graph = graph
-        self.columns = columns
         self.buffer = buffer
         self.num_rows = num_rows
         self._cuts = cuts
