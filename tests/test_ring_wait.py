@@ -289,3 +289,27 @@ def test_a_wait_that_blocks_leaves_the_processor_to_others(wait: str, timeout: f
     engine.device.resume()
     waiting.join(60)
     assert (used[0] < 0.05) == (wait == "block"), used
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan")])
+def test_a_timeout_that_is_no_time_is_refused(timeout: float) -> None:
+    engine = Engine(depth=2)
+    step = engine.launch(Batch.random())
+    for wait in (step.wait, lambda timeout: engine.launch(Batch.random(), timeout=timeout)):
+        with pytest.raises(InputError, match="expected seconds, at least 0, or None to wait for ever"):
+            wait(timeout)
+    step.wait(60)
+
+
+def test_a_launch_that_waits_long_for_room_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody else may be there to release a step."""
+    monkeypatch.setattr("spangraph.ring._WARN_AFTER", 0.02)
+    engine = Engine(depth=1)
+    step = engine.launch(Batch.random())
+    with pytest.raises(StepTimeoutError, match="no room for a launch within"):
+        engine.launch(Batch.random(), wait=True, timeout=0.2)
+    assert step.row_ids == (0, 1, 2, 3)
+    (record,) = [record for record in caplog.records if "waited 0.02 s for room" in record.getMessage()]
+    assert "depth=1 and 1 steps are open" in record.getMessage()
