@@ -7,6 +7,7 @@ host after the step: no host read in the model, no padded copies.
 from spangraph import kernels as kernels  # registers the operators, before anything traces
 from spangraph.backends import Backend, InlineBackend
 from spangraph.compile import Compiled, compile
+from spangraph.counts import Counts, Statistics
 from spangraph.cuda import CudaBackend
 from spangraph.declare import declare
 from spangraph.diagnostics import Diagnostic
@@ -34,12 +35,13 @@ from spangraph.memory import Memory, MemoryUse
 from spangraph.pipeline import Edge, Node, Pipeline
 from spangraph.report import Report
 from spangraph.rows import Rows
-from spangraph.slots import Copy, Counts
+from spangraph.slots import Copy
 from spangraph.spans import Span, SpannedOutput, from_lengths, from_mask, withhold
 from spangraph.stager import SpanStager
 from spangraph.step import Step
 from spangraph.tail import Tail
 from spangraph.verify import verify
+from spangraph.walks import Walk
 
 __version__ = "0.1.0"
 
@@ -75,12 +77,14 @@ __all__ = [
     "StagingError",
     "StaleGraphError",
     "StaleStepError",
+    "Statistics",
     "Step",
     "StepStateError",
     "StepTimeoutError",
     "Tail",
     "TraceError",
     "VerificationError",
+    "Walk",
     "compile",
     "declare",
     "from_lengths",

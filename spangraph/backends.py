@@ -55,6 +55,17 @@ class Graph(Protocol):
         ...
 
 
+class _Unprofiled:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+_UNPROFILED = _Unprofiled()
+
+
 @dataclass(frozen=True)
 class Pinned:
     """Host-visible memory: what the host reads and writes, and what a kernel is given. One tensor on CUDA."""
@@ -122,7 +133,7 @@ class Backend(ABC):
     def copy_in(self, static: Tensor, value: Tensor) -> None:
         """Enqueue `static.copy_(value)` on the current stream."""
 
-    def fill(self, static: Tensor, value: int) -> None:
+    def fill(self, static: Tensor, value: float | bool) -> None:
         """Enqueue `static.fill_(value)` on the current stream."""
         static.fill_(value)
 
@@ -143,6 +154,11 @@ class Backend(ABC):
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         """Make the backend's device the current one."""
         return contextlib.nullcontext()
+
+    def range(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """A profiler range around host work; free while no profiler runs, and never a synchronisation."""
+        running = torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.profiler.record_function(name) if running else _UNPROFILED
 
     def read(self, cursor: Tensor) -> int:
         """The value of a device word; only after `synchronize`."""

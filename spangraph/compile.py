@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import sys
+import time
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Self
@@ -13,19 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from spangraph.backends import Backend, resolve_backend
+from spangraph.buckets import Buckets, pad, regions
+from spangraph.counts import Counts, Statistics, count_miss
 from spangraph.declare import find_declarations
-from spangraph.errors import ClosedError, DeclarationError, InputError
+from spangraph.errors import ClosedError, DeclarationError, InputError, StaleGraphError
 from spangraph.memory import Memory, measure_compiled
 from spangraph.passes.marks import public_names
 from spangraph.passes.nodes import val
 from spangraph.pipeline import Pipeline
 from spangraph.report import Report
 from spangraph.signature import Instance, Signature, SignatureBuilder, run
-from spangraph.slots import Copy, Counts, copies_of
-from spangraph.step import Step, profiled
-from spangraph.structure import Constant, normalise_call, split_call
+from spangraph.slots import Copy, copies_of
+from spangraph.step import Step
+from spangraph.structure import example_args
 from spangraph.tail import StagerCore, refuse_copies
 from spangraph.tracer import refuse_nested
+from spangraph.walks import Found, GraphCache, Walk, WalkGraphs
 
 _OPTIONS = ("rows", "num_rows", "wait", "timeout")
 
@@ -34,8 +39,15 @@ def compile(
     model: nn.Module,
     *,
     walk: str = "forward",
+    walks: Mapping[str, Walk | str] | Sequence[str] | None = None,
     depth: int = 1,
     copies: Mapping[str, Copy | str] | None = None,
+    buckets: Mapping[str, Sequence[int]] | None = None,
+    dims: Mapping[str, Mapping[int, str]] | None = None,
+    pad_values: Mapping[str, float | int | bool] | None = None,
+    on_miss: str = "eager",
+    max_graphs: int | None = None,
+    on_stale: str = "error",
     trace: str = "auto",
     backend: Backend | torch.device | str | None = None,
     verify: str = "error",
@@ -46,8 +58,8 @@ def compile(
 ) -> Compiled:
     """Wrap a model with spanned outputs so that its steps run without a host read and its rows are cut afterwards.
 
-    Each input signature (shapes, dtypes, devices, non-tensor constants) is traced and captured at its first launch.
-    The model must not run elsewhere meanwhile.
+    Each input signature (shapes, dtypes, devices, non-tensor constants) is traced and captured at its first launch, or
+    in `warmup()`; with `buckets=` shapes are first padded to few. The model must not run elsewhere meanwhile.
 
     Tensors change from step to step; what Python computes at the trace does not (`random`, clocks). State that the
     forward keeps on the host (a counter, a list, a tensor bound to an attribute) is noticed: inline such a model runs
@@ -55,12 +67,25 @@ def compile(
 
     Args:
         model: declares its spanned outputs (`spanned_outputs`, or `spangraph.declare`). Switch to eval mode yourself.
-        walk: the execution path, given to `spanned_outputs(walk)`.
+        walk: the execution path, given to `spanned_outputs(walk)`, and to the forward if it has a parameter `walk`.
+        walks: several paths, for `launch(walk=...)`: names; or name -> `Walk` with options of its own, or -> the name
+            of another walk, of which it is an alias: both replay the same graphs. `walk` is then the default.
         depth: steps that may be open or leased at once. On a captured backend a signature has one graph per step of
             depth, each with memory of its own; but one alone, in a pool with those of other signatures, if all its
             outputs are copied (spans and row values are, too).
         copies: how long rows live, and where: declared name -> `"view"` (the default: until the step's release, in the
             graph's output), `"device"`, `"host"`, or a `Copy`. It holds for all outputs that are cut by that name.
+        buckets: sizes of named input dims, `{"batch": (1, 2, 4, 8), "frames": (50, 100, 200)}`: a launch takes the
+            smallest that fits and pads its inputs. `"batch"` is the rows: those that were added never surface, and
+            whole outputs of as many rows as the bucket are cut to the real ones. Other dims stay padded, up to spans.
+        dims: which dims of which inputs these are: path of an input -> dim -> name, `{"mel": {0: "batch", 2: "frames"},
+            "lengths": {0: "batch"}}`. By default dim 0 of every tensor is `"batch"`.
+        pad_values: path of an input -> what its padding holds, default 0.
+        on_miss: what becomes of a launch that fits no bucket: `"eager"` runs the model as it is and cuts the same
+            outputs, `"error"` refuses it.
+        max_graphs: graphs that may be had at once, over all walks; for one more, those of the signature that was not
+            used for longest are dropped, once the device is done. By default there is no limit.
+        on_stale: what to do when a parameter or buffer was replaced since the trace: `"error"`, or `"recapture"`.
         trace: `"export"`, `"opaque"` (the model is one leaf of the graph), or `"auto"`: export, else opaque, with the
             reason in `explain()`.
         backend: a device or a backend; default the device of the model's parameters. On CPU, steps run inline.
@@ -70,7 +95,7 @@ def compile(
         staging: `"kernel"`, or `"copy"` for the plain async copy.
         wait: how waits wait: `"block"`, `"spin"`, or `"header"` (poll the slot's header).
         generators: device generators that the model draws from, to be registered with its graphs.
-        pipeline: the pipeline that the model is a node of, to be checked on this walk.
+        pipeline: the pipeline that the model is a node of, to be checked on its walks.
 
     Raises:
         InputError: for an option out of range, a forward whose parameter is called like an option of `launch`, or a
@@ -78,13 +103,55 @@ def compile(
         DeclarationError: for copies of what the model does not declare, or that do not fit a float output.
         VerificationError: for speculation conflicts in the pipeline, all of them.
     """
-    if pipeline is not None and verify != "off":
-        report = _verified(pipeline, model, walk)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"compile() got {type(model).__name__}: expected an nn.Module.")
+    common = Walk(buckets, dims, pad_values, copies)
+    options, aliases = _walks_of(walk, walks, common)
+    for name in options if pipeline is not None and verify != "off" else ():
+        report = _verified(pipeline, model, name)
         if verify == "error":
             report.raise_for_errors()
         elif report.errors:
             warnings.warn(f"the pipeline has conflicts:\n{report}", stacklevel=2)
-    return Compiled(model, walk, depth, copies_of(copies), trace, backend, verify, staging, wait, tuple(generators))
+    return Compiled(
+        model,
+        walk,
+        options,
+        aliases,
+        depth=depth,
+        on_miss=on_miss,
+        max_graphs=max_graphs,
+        on_stale=on_stale,
+        trace=trace,
+        backend=backend,
+        verify=verify,
+        staging=staging,
+        wait=wait,
+        generators=tuple(generators),
+    )
+
+
+def _walks_of(
+    walk: str, walks: Mapping[str, Walk | str] | Sequence[str] | None, common: Walk
+) -> tuple[dict[str, Walk], dict[str, str]]:
+    """Options of each walk, and what other names walks have."""
+    if walks is None:
+        return {walk: common}, {}
+    if isinstance(walks, str) or not isinstance(walks, Mapping | Sequence) or not walks:
+        raise InputError(f"walks={walks!r}: expected names, or name -> Walk or the name of another walk.")
+    given = walks if isinstance(walks, Mapping) else dict.fromkeys(walks, Walk())
+    options, aliases = {}, {}
+    for name, what in given.items():
+        if isinstance(what, Walk):
+            options[name] = what.with_defaults(common)
+        elif isinstance(what, str) and isinstance(given.get(what), Walk):
+            aliases[name] = what
+        else:
+            raise InputError(
+                f"walks[{name!r}] is {what!r}: expected a Walk, or the name of another walk that is one"
+                f" ({sorted(n for n, w in given.items() if isinstance(w, Walk))})."
+            )
+    return options, aliases
 
 
 def _check_names(model: nn.Module, walk: str, copies: Mapping[str, Copy]) -> None:
@@ -95,7 +162,7 @@ def _check_names(model: nn.Module, walk: str, copies: Mapping[str, Copy]) -> Non
         raise DeclarationError(f"copies of {unknown}, but walk {walk!r} declares the spanned outputs {sorted(known)}.")
 
 
-def _verified(pipeline: Pipeline, model: nn.Module, walk: str) -> Report:
+def _verified(pipeline: Pipeline | None, model: nn.Module, walk: str) -> Report:
     if not isinstance(pipeline, Pipeline):
         raise InputError(
             f"pipeline is a {type(pipeline).__name__}: expected a Pipeline (Pipeline.from_toml reads one)."
@@ -120,8 +187,13 @@ class Compiled:
         self,
         model: nn.Module,
         walk: str,
+        walks: Mapping[str, Walk],
+        aliases: Mapping[str, str],
+        *,
         depth: int,
-        copies: Mapping[str, Copy],
+        on_miss: str,
+        max_graphs: int | None,
+        on_stale: str,
         trace: str,
         backend: Backend | torch.device | str | None,
         verify: str,
@@ -129,41 +201,57 @@ class Compiled:
         wait: str,
         generators: tuple[torch.Generator, ...],
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise InputError(f"compile() got {type(model).__name__}: expected an nn.Module.")
         for name, value, options in (
             ("trace", trace, ("auto", "export", "opaque")),
             ("verify", verify, ("error", "warn", "off")),
+            ("on_miss", on_miss, ("eager", "error")),
+            ("on_stale", on_stale, ("error", "recapture")),
         ):
             if value not in options:
                 raise InputError(f"{name}={value!r}: expected one of {list(options)}.")
-        self._signature_of = inspect.signature(model.forward)
-        if clash := [name for name in _OPTIONS if name in self._signature_of.parameters]:
+        if max_graphs is not None and (type(max_graphs) is not int or max_graphs < 1):
+            raise InputError(f"max_graphs={max_graphs!r}: expected an int of at least 1, or None for no limit.")
+        forward = inspect.signature(model.forward)
+        if clash := [name for name in _OPTIONS if name in forward.parameters]:
             raise InputError(
                 f"the model's forward has parameters {clash}, which launch() takes itself: wrap the model in one whose"
                 " forward names them otherwise."
             )
         if backend is None:
             backend = next((p.device for p in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
-        if copies:
-            _check_names(model, walk, copies)
-            refuse_copies(copies, staging)
         self._model = model
         self._walk = walk
+        self._on_stale = on_stale
         self._backend = resolve_backend(backend)
         self._core = StagerCore(self._backend, depth=depth, staging=staging, wait=wait)
         self._ring = self._core.ring
-        self._builder = SignatureBuilder(
-            model, walk, self._core, trace=trace, verify=verify, copies=copies, generators=generators
-        )
-        self._by_key: dict[Any, Signature] = {}
-        self._by_tensors: dict[Any, Signature] = {}
+        self._statistics = Statistics()
+        self._by_key = GraphCache(self._backend, max_graphs)
+        self._walks: dict[str, WalkGraphs] = {}
+        for name, own in walks.items():
+            copies = copies_of(own.copies)
+            if copies:
+                _check_names(model, name, copies)
+                refuse_copies(copies, staging)
+            builder = SignatureBuilder(
+                model, name, self._core, trace=trace, verify=verify, copies=copies, generators=generators
+            )
+            buckets = None
+            if own.buckets is not None:
+                buckets = Buckets(own.buckets, own.dims, own.pad_values)
+            elif own.dims is not None or own.pad_values is not None:
+                raise InputError("dims= and pad_values= say how inputs are padded to buckets: pass buckets=, too.")
+            self._walks[name] = WalkGraphs(
+                name, builder, forward, buckets, self._statistics, self._by_key, on_miss=on_miss
+            )
+        self._walks.update((alias, self._walks[name]) for alias, name in aliases.items())
 
     # ---- launching -------------------------------------------------------------------------------------------------
 
     def launch(
         self,
         *args: Any,
+        walk: str | None = None,
         rows: Sequence[Hashable] | None = None,
         num_rows: int | None = None,
         wait: bool = False,
@@ -175,39 +263,40 @@ class Compiled:
 
         Args:
             *args, **kwargs: the model's inputs.
+            walk: which of the walks; default the one that `compile` was given.
             rows: ids of the real rows, default their positions.
             num_rows: number of real rows, default the batch size; the rest are padding and never surface.
             wait: wait for room instead of raising `RingFullError`.
             timeout: seconds that a launch may wait; None waits for ever.
 
         Raises:
-            InputError: for inputs or row ids that cannot be taken.
+            InputError: for inputs or row ids that cannot be taken, an unknown walk, or inputs that fit no bucket under
+                `on_miss="error"`.
             RingFullError: if `depth` steps are open or leased, or rows of an earlier step lie in the graph's outputs.
             StepTimeoutError: after `timeout`.
-            StaleGraphError: if a parameter or buffer was replaced since the trace.
+            StaleGraphError: if a parameter or buffer was replaced since the trace, under `on_stale="error"`.
             ClosedError: after `close`.
             TraceError, HostReadError, DeclarationError, CaptureError: at a signature's first launch.
             and whatever the model raises; later launches are not affected.
         """
         ring = self._ring
         refuse_nested()
-        with profiled("spangraph.launch"), ring.lock:
+        with self._backend.range("spangraph.launch"), ring.lock:
             if ring.is_closed:
                 raise ClosedError("launch on a closed object: compile the model again.")
-            signature, leaves = self._resolve(args, kwargs)
-            if signature.weights is not None:
-                signature.weights.check()
-            ids, real = signature.tails[0].check_rows(rows, num_rows)
+            found, leaves = self._find(walk, args, kwargs)
+            signature = found.signature
+            ids, real = signature.tails[0].check_rows(rows, num_rows, found.batch)
             with self._backend.guard():
                 launch = ring.reserve(signature.tails, ids, real, wait=wait, timeout=timeout)
                 try:
                     instance = signature.instances[signature.tails.index(launch.tail)]
                     if instance.graph is None:
-                        ring.commit(launch, run(signature.trace, instance.gm, leaves))
+                        ring.commit(launch, run(signature.trace, instance.gm, _padded(signature, leaves)))
                     else:
                         if ring.debug:
                             instance.tail.check_inputs()
-                        buffers = self._upload(instance, leaves)
+                        buffers = self._upload(instance, leaves, signature.pad_values)
                         instance.graph.replay()
                         event = ring.commit(launch, instance.tail.outputs)
                         if buffers is not None:
@@ -215,17 +304,92 @@ class Compiled:
                 except BaseException:
                     ring.abort(launch)
                     raise
+            for counts in signature.counts:
+                counts.hits += not found.reason
+                counts.elements += found.elements
+                counts.padding_elements += signature.num_elements - found.elements
+            if found.reason:
+                count_miss(signature.counts, found.reason)
         return Step(ring, launch, signature.make_result)
 
+    def _find(self, walk: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Found, Sequence[Tensor]]:
+        graphs = self._graphs_of(walk)
+        found, leaves = graphs.find(args, kwargs)
+        if (weights := found.signature.weights) is not None:
+            try:
+                weights.check()
+            except StaleGraphError:
+                if self._on_stale == "error":
+                    raise
+                found.cache.drop(found.signature)
+                return graphs.find(args, kwargs, "weights replaced")
+        return found, leaves
+
+    def _graphs_of(self, walk: str | None) -> WalkGraphs:
+        name = self._walk if walk is None else walk
+        if (graphs := self._walks.get(name)) is None:
+            asked = "no walk, and the default" if walk is None else "walk"
+            raise InputError(
+                f"{asked} {name!r} is none of the walks {list(self._walks)}: pass walk=, or compile with it."
+            )
+        return graphs
+
+    def warmup(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        walk: str | None = None,
+        progress: bool = True,
+    ) -> None:
+        """Capture every bucket of a walk before the first launch, the largest first; all of them, or none if one fails.
+        Other threads may launch meanwhile, between captures.
+
+        Args:
+            args, kwargs: inputs such as `launch` takes. Their bucketed dims are padded, or cut off, to each bucket.
+            progress: whether to print a line per capture to standard error.
+
+        Raises:
+            InputError: if `max_graphs` has no room for all.
+            and what a signature's first launch raises.
+        """
+        refuse_nested()
+        graphs, built = self._graphs_of(walk), {}
+        wanted = graphs.captures(example_args(args), dict(kwargs or {}))
+        for number, (label, key, build) in enumerate(wanted, 1):
+            began = time.perf_counter()
+            with self._ring.lock:
+                if self._ring.is_closed:
+                    raise ClosedError("warmup() of a closed object: compile the model again.")
+                if self._by_key.get(key) is None:
+                    built[key] = build()
+                    if number == 1:
+                        self._by_key.make_room(len(wanted) * len(built[key].instances))
+            if progress:
+                seconds = time.perf_counter() - began
+                what = f"{graphs.name}{f', {label}' if label else ''}"
+                print(f"spangraph: captured {number} of {len(wanted)}: {what} ({seconds:.1f} s)", file=sys.stderr)
+        with self._ring.lock:
+            for key, signature in built.items():
+                if self._by_key.get(key) is None:  # nobody else was faster
+                    self._by_key.put(key, signature)
+
     def __call__(
-        self, *args: Any, rows: Sequence[Hashable] | None = None, num_rows: int | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        walk: str | None = None,
+        rows: Sequence[Hashable] | None = None,
+        num_rows: int | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Launch, wait, and return the model's output structure with owned rows in place of spanned tensors."""
-        with self.launch(*args, rows=rows, num_rows=num_rows, **kwargs) as step:
+        with self.launch(*args, walk=walk, rows=rows, num_rows=num_rows, **kwargs) as step:
             return step._result(own=True)
 
-    def _upload(self, instance: Instance, leaves: Sequence[Tensor]) -> list[Tensor] | None:
-        """Copy inputs into the graph's own, in stream order.
+    def _upload(
+        self, instance: Instance, leaves: Sequence[Tensor], pad_values: Sequence[float | int | bool]
+    ) -> list[Tensor] | None:
+        """Copy inputs into the graph's own, in stream order, and pad them.
 
         The caller may overwrite host tensors as soon as the launch returns, so they go through buffers of ours.
         Returns the buffers, which must not be written before this launch is done.
@@ -234,10 +398,21 @@ class Compiled:
         on_host = [backend.is_host(leaf) for leaf in leaves]
         buffers = self._host_buffers(instance) if any(on_host) else None
         for i, (static, leaf) in enumerate(zip(instance.inputs, leaves, strict=True)):
+            corner, rest = (static, []) if static.shape == leaf.shape else regions(static, leaf.shape)
             if buffers is not None and on_host[i]:
-                leaf = buffers[i].copy_(leaf.detach())
-            backend.copy_in(static, leaf)
+                corner, leaf = static, self._fill(buffers[i], leaf.detach(), pad_values[i] if rest else 0)
+                rest = []
+            for region in rest:
+                backend.fill(region, pad_values[i])
+            backend.copy_in(corner, leaf)
         return buffers
+
+    def _fill(self, buffer: Tensor, leaf: Tensor, value: float | bool) -> Tensor:
+        corner, rest = regions(buffer, leaf.shape)
+        corner.copy_(leaf)
+        for region in rest:
+            region.fill_(value)
+        return buffer
 
     def _host_buffers(self, instance: Instance) -> list[Tensor]:
         if instance.uploads:
@@ -248,54 +423,21 @@ class Compiled:
                 instance.uploads.insert(0, (buffers, event))
         return [self._backend.host_buffer(static) for static in instance.inputs]
 
-    # ---- signatures ------------------------------------------------------------------------------------------------
-
-    def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Sequence[Tensor]]:
-        fast = None
-        if not kwargs and all(type(arg) is Tensor for arg in args):
-            fast = tuple([(arg.shape, arg.dtype, arg.device, arg.layout) for arg in args])
-            if (known := self._by_tensors.get(fast)) is not None:
-                return known, args
-        args, kwargs = normalise_call(self._signature_of, args, kwargs)
-        call, tensors = split_call(args, kwargs)
-        key: list[Any] = [call.spec]
-        for leaf in call.leaves:
-            if isinstance(leaf, Constant):
-                key.append((type(leaf.value), repr(leaf.value)))
-            else:
-                tensor = tensors[leaf]
-                key.append((tensor.shape, tensor.dtype, tensor.device, tensor.layout))
-        signature = self._by_key.get(tuple(key))
-        if signature is None:
-            self._check_devices(tensors)
-            signature = self._builder.build(call, tensors)
-            self._by_key[tuple(key)] = signature
-        if fast is not None and len(tensors) == len(args):
-            self._by_tensors[fast] = signature
-        return signature, tensors
-
-    def _check_devices(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            if tensor.device != self._backend.device and tensor.device.type != "cpu":
-                raise InputError(
-                    f"an input is on {tensor.device}, the model runs on {self._backend.device}: move it there, or pass"
-                    " it on the CPU to have it copied."
-                )
-            if tensor.layout is not torch.strided:
-                raise InputError(f"an input has layout {tensor.layout}: expected a strided (dense) tensor.")
-
     # ---- inspection and end ----------------------------------------------------------------------------------------
 
     def explain(self) -> str:
         """What was traced, staged and cut, signature by signature, as text."""
         name = type(self._model).__name__
-        lines = [f"{name}, walk {self._walk!r}, backend {self._backend.name}, depth {self._ring.depth}"]
-        if not self._by_key:
+        walks = ", ".join(repr(walk) for walk, graphs in self._walks.items() if graphs.name == walk)
+        lines = [f"{name}, walk {walks}, backend {self._backend.name}, depth {self._ring.depth}"]
+        signatures = self._by_key.values()
+        if not signatures:
             lines.append("  nothing launched yet: signatures are traced at their first launch")
-        for signature in list(self._by_key.values()):
+        for signature in signatures:
             trace, prepared = signature.trace, signature.prepared
             captured = "" if not self._backend.static else ", captured" if trace.captures else ", uncaptured"
-            lines.append(f"  signature ({signature.label})")
+            of_walk = f" of walk {signature.key[0]!r}" if len(self._walks) > 1 else ""
+            lines.append(f"  signature ({signature.label}){of_walk}")
             lines.append(
                 f"    trace: {trace.tracer}{captured}, {len(prepared.gm.graph.nodes)} nodes,"
                 f" {len(signature.instances)} instance(s)"
@@ -323,8 +465,12 @@ class Compiled:
 
     @property
     def counts(self) -> Counts:
-        """What became of the copies of all steps that were read."""
-        return self._ring.counts
+        """What all walks and buckets have done together: `statistics().total`."""
+        return self._statistics.total
+
+    def statistics(self) -> Statistics:
+        """Counts per walk and bucket, as a mapping, a dict for programs (`as_dict`), or a table for people (`str`)."""
+        return self._statistics
 
     def memory(self) -> Memory:
         """Pinned, device and graph-pool bytes per output and graph, and what open leases retain."""
@@ -334,7 +480,8 @@ class Compiled:
         """Wait for all work, then refuse launches. Steps that were launched can still be read."""
         self._ring.close()
         self._by_key.clear()
-        self._by_tensors.clear()
+        for graphs in self._walks.values():
+            graphs.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -344,3 +491,11 @@ class Compiled:
 
     def __repr__(self) -> str:
         return f"<Compiled {type(self._model).__name__} on {self._backend.name}; {self._ring.describe()}>"
+
+
+def _padded(signature: Signature, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+    if not signature.pad_values:
+        return leaves
+    return [
+        pad(x, shape, value) for x, shape, value in zip(leaves, signature.shapes, signature.pad_values, strict=True)
+    ]

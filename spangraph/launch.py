@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spangraph.backends import Event
+from spangraph.counts import count_row
 from spangraph.errors import StagingError, StaleStepError
 from spangraph.slots import Region
 
@@ -42,6 +43,7 @@ class Launch:
     has_overflowed: bool = False  # some of its copies did not fit
     withheld: set[tuple[int, str | None]] = field(default_factory=set)  # (position, output, or None for all)
     readers: list[Any] = field(default_factory=list)  # streams that were current when its rows were asked for
+    counted: set[tuple[int, str]] = field(default_factory=set)  # withheld and bad rows, each once per output
     taken: list[tuple[weakref.ref[Tensor], str]] = field(default_factory=list)  # rows and where, while debugging
 
     def crop(self, region: Region, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
@@ -54,6 +56,11 @@ class Launch:
         if self.is_released or slot is None or copies is None:
             raise stale_error(self)
         return copies.crop(region, slot, offset, dtype, shape)
+
+    def note(self, position: int, name: str, *, is_bad: bool = False) -> None:
+        """Count a row of an output that yields no tensor, once."""
+        if self.tail is not None:  # of owned rows there is none, and they were counted before
+            count_row(self.tail.counts, self.counted, (position, name), is_bad=is_bad)
 
     def owned(self) -> Launch:
         """What rows that are the caller's need of it, and nothing that is the ring's."""

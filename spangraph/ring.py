@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from spangraph.backends import Backend, Event, debug_enabled, storage_bytes
+from spangraph.counts import count_wait
 from spangraph.errors import (
     ClosedError,
     InputError,
@@ -34,7 +35,6 @@ from spangraph.errors import (
 )
 from spangraph.kernels.stage import CONTROL_WORDS
 from spangraph.launch import Launch, not_staged_error, report_taken
-from spangraph.slots import Counts
 
 if TYPE_CHECKING:
     from spangraph.tail import Tail
@@ -87,7 +87,6 @@ class Ring:
         self._cursor_in_doubt = False  # a wait failed, so a staging node may not have run
         self._reserved: Launch | None = None
         self._waiters = 0
-        self.counts = Counts()
         self.is_closed = False
 
     # ---- reserve, commit, abort: the three ends of a launch, all under the lock ---------------------------------
@@ -168,6 +167,10 @@ class Ring:
         self._reserved = None
         self._last = (self.backend.stream(), launch.event)
         self.backend.end_launch()
+        for counts in launch.tail.counts:
+            counts.launches += 1
+            counts.rows += launch.num_rows
+            counts.padding_rows += launch.tail.num_rows - launch.num_rows
         return launch.event
 
     def abort(self, launch: Launch) -> None:
@@ -364,6 +367,7 @@ class Ring:
                 " before reading."
             )
         deadline = _deadline(timeout)
+        began = time.perf_counter()
         try:
             self._wait_event(launch, launch.event, deadline, timeout)
         except StepTimeoutError:
@@ -383,6 +387,7 @@ class Ring:
                 raise launch.error
             if not launch.is_read and not launch.is_released:
                 self._read(launch)
+                count_wait(launch.tail.counts, time.perf_counter() - began)
             return launch.words
         finally:
             self.lock.release()
@@ -395,7 +400,9 @@ class Ring:
                 self._fail(launch, error)
                 raise error
             launch.words = buffer.copy_out(slot)
-            if launch.tail.copies is not None and (stale := launch.tail.read_copies(launch, self.counts)) is not None:
+            for counts in launch.tail.counts:
+                counts.staged_bytes += buffer.slot_bytes
+            if launch.tail.copies is not None and (stale := launch.tail.read_copies(launch)) is not None:
                 error = not_staged_error(launch, stale, "record of copies")
                 self._fail(launch, error)
                 raise error

@@ -286,8 +286,11 @@ class Rows(Mapping[Hashable, Entry]):
         try:
             found = self._windows_of[position] = self._cut.windows(self._spans, position)
         except SpanError as error:
+            self._launch.note(position, self._cut.name, is_bad=True)
             row_id = self.row_ids[position]
             raise SpanError(f"row {row_id!r} {error}", [row_id]) from None
+        if not found:
+            self._launch.note(position, self._cut.name)
         return found
 
     # ---- tensors -------------------------------------------------------------------------------------------------

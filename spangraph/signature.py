@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from spangraph.backends import Backend, Event, Graph, debug_enabled, preserve_generators
+from spangraph.counts import Counts
 from spangraph.diagnostics import Diagnostic
 from spangraph.errors import DeclarationError, HostReadError, TraceError
 from spangraph.passes import Copied, Prepared, insert_staging_node, prepare_graph
 from spangraph.passes.marks import Mark, public_names
 from spangraph.passes.nodes import val
+from spangraph.passes.plan_cuts import carry_cuts
 from spangraph.rows import Cut
 from spangraph.slots import Copy, Region
 from spangraph.step import Step
@@ -46,18 +48,31 @@ class Signature:
     """Everything that one input signature needs.
 
     Attributes:
+        counts: what its launches count in.
+        batch: rows of its bucket; None where those are not bucketed.
         cuts: the model's outputs that are cut, by their index.
         make_result: the step's result in the model's own output structure, owned or not.
+        key: where it is kept.
+        num_elements, shapes: of its inputs.
+        pad_values: what the padding of each input holds; empty where nothing is padded.
+        miss: why its launches are misses; empty for a graph.
     """
 
     label: str
     trace: Trace
     prepared: Prepared
+    counts: tuple[Counts, ...]
+    batch: int | None = None
     cuts: dict[int, Cut] = field(default_factory=dict)
     instances: list[Instance] = field(default_factory=list)
     tails: list[Tail] = field(default_factory=list)
     weights: Weights | None = None
     make_result: Callable[[Step, bool], Any] | None = None
+    key: Any = None
+    num_elements: int = 0
+    shapes: Sequence[Sequence[int]] = ()
+    pad_values: Sequence[float | int | bool] = ()
+    miss: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,10 +123,22 @@ class SignatureBuilder:
         self._copies = copies
         self._generators = generators
         self._debug = debug_enabled()
-        self._pool: Any = None
 
-    def build(self, call: CallSpec, tensors: Sequence[Tensor]) -> Signature:
+    def build(
+        self,
+        call: CallSpec,
+        tensors: Sequence[Tensor],
+        *,
+        counts: tuple[Counts, ...],
+        make_room: Callable[[int], None],
+        batch: int | None = None,
+    ) -> Signature:
         """Trace, plan and capture.
+
+        Args:
+            counts: what launches count in.
+            make_room: called with the number of graphs before they are captured.
+            batch: rows of the bucket.
 
         Raises:
             TraceError, HostReadError, DeclarationError, CaptureError: as `Compiled.launch` says.
@@ -150,16 +177,59 @@ class SignatureBuilder:
             )
         if trace.tracer == "opaque" and prepared.marks:
             _say_what_is_whole(trace, prepared)
-        label = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors) or "no tensors"
-        signature = Signature(label, trace, prepared)
-        if trace.tracer == "export" or backend.static:
-            signature.weights = Weights(
-                self._model, addresses=backend.static, literals=trace.literals, probe_all=self._debug
+        return self._signature(trace, prepared, inputs, counts, make_room, batch)
+
+    def build_eager(
+        self,
+        call: CallSpec,
+        tensors: Sequence[Tensor],
+        *,
+        counts: tuple[Counts, ...],
+        make_room: Callable[[int], None],
+        like: Signature | None,
+    ) -> Signature:
+        """The model as it is, run at every launch, with the same outputs cut as in a graph.
+
+        Which those are a graph knows: `like`, of other shapes. Where none is there yet, or the spans' places depend on
+        shapes otherwise than by a factor, the model is traced for these shapes, too.
+        """
+        inputs = [tensor.to(self._backend.device) for tensor in tensors]
+        self._backend.synchronize()
+        prepared = None
+        if like is not None:
+            trace = trace_model(
+                self._model, self._walk, call, inputs, tracer="opaque", verify="off", generators=self._generators
             )
-        self._add_instances(signature, inputs)
+            prepared = prepare_graph(trace.gm, trace.infos, trace.leaf_names, reads=True)
+            prepared = carry_cuts(like.prepared, prepared, len(trace.leaf_names))
+        if prepared is None:
+            trace = trace_model(
+                self._model, self._walk, call, inputs, tracer=self._tracer, verify="off", generators=self._generators
+            )
+            prepared = prepare_graph(trace.gm, trace.infos, trace.leaf_names, reads=True)
+        trace.captures = False
+        return self._signature(trace, prepared, inputs, counts, make_room, None)
+
+    def _signature(
+        self,
+        trace: Trace,
+        prepared: Prepared,
+        inputs: Sequence[Tensor],
+        counts: tuple[Counts, ...],
+        make_room: Callable[[int], None],
+        batch: int | None,
+    ) -> Signature:
+        label = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in inputs) or "no tensors"
+        signature = Signature(label, trace, prepared, counts, batch)
+        signature.num_elements = sum(tensor.numel() for tensor in inputs)
+        if trace.tracer == "export" or self._backend.static:
+            signature.weights = Weights(
+                self._model, addresses=self._backend.static, literals=trace.literals, probe_all=self._debug
+            )
+        self._add_instances(signature, inputs, make_room)
         return signature
 
-    def _add_instances(self, signature: Signature, inputs: Sequence[Tensor]) -> None:
+    def _add_instances(self, signature: Signature, inputs: Sequence[Tensor], make_room: Callable[[int], None]) -> None:
         """Plan the slots and capture: all instances or none."""
         trace, prepared, backend = signature.trace, signature.prepared, self._backend
         results, marks = prepared.results, prepared.marks
@@ -176,6 +246,11 @@ class SignatureBuilder:
             raise DeclarationError(f"SG103 spanned outputs of one step have different numbers of rows: {sizes}.")
         first = val(results[0]).shape if results else ()
         num_rows = next(iter(sizes.values())) if sizes else (first[0] if first else 0)
+        if sizes and signature.batch not in (None, num_rows):
+            raise DeclarationError(
+                f"SG103 a batch of {signature.batch} rows, but spans and row values of {num_rows}: where the batch is"
+                " bucketed each of its rows needs one row of them."
+            )
 
         outputs, wanted = self._plan(trace, prepared, names, column_of, num_rows)
         buffer, copies = self.core.new_buffer(widths, num_rows, wanted) if widths else (None, None)
@@ -189,11 +264,14 @@ class SignatureBuilder:
         staged = list(column_of)
         # A plain copy's slot is baked in, so it takes a graph per step in flight on every backend.
         per_step = (backend.static and outputs.holds) or self.core.staging == "copy"
+        num_instances = self.core.ring.depth if per_step else 1
+        make_room(num_instances)
         instances = []
-        for i in range(self.core.ring.depth if per_step else 1):
+        for i in range(num_instances):
             tail = self.core.new_tail(
                 widths,
                 buffer,
+                counts=signature.counts,
                 num_rows=num_rows,
                 cuts=outputs.names,
                 values=values,
@@ -298,15 +376,14 @@ class SignatureBuilder:
             backend.synchronize()
             stack.enter_context(preserve_generators(backend.device, self._generators))
             stack.enter_context(Watch(self._model))
-            if share and self._pool is None:
-                self._pool = backend.new_pool()
+            pool = self.core.shared_pool() if share else None
             for instance in instances:
                 with torch.inference_mode(False):
                     instance.inputs = [torch.empty_like(t, requires_grad=False).copy_(t.detach()) for t in inputs]
                 instance.tail.note_inputs(instance.inputs)
                 if trace.captures:
                     instance.graph, instance.tail.outputs = backend.capture(
-                        _Runner(trace, instance), generators=self._generators, pool=self._pool if share else None
+                        _Runner(trace, instance), generators=self._generators, pool=pool
                     )
                 else:
                     outputs = [torch.empty_like(t) for t in run(trace, instance.gm, instance.inputs)]
@@ -319,6 +396,7 @@ class SignatureBuilder:
         """A function that builds a step's result in the model's own output structure."""
         trace, prepared, device = signature.trace, signature.prepared, self._backend.device
         clone_whole = self._backend.static or self._debug
+        batch = signature.batch
         plan: list[Callable[[Step, bool], Any]] = []
 
         def constant(value: Any) -> Callable[[Step, bool], Any]:
@@ -327,11 +405,19 @@ class SignatureBuilder:
         def rows(cut: Cut) -> Callable[[Step, bool], Any]:
             return lambda step, own: step.cut_rows(cut).own() if own else step.cut_rows(cut)
 
+        def real(value: Tensor, step: Step) -> Tensor:
+            """Without rows that a bucket has added."""
+            return value[: len(step.row_ids)] if batch is not None and value.shape[:1] == (batch,) else value
+
         def whole(index: int) -> Callable[[Step, bool], Any]:
-            return lambda step, own: step.output(index).clone() if own and clone_whole else step.output(index)
+            def deliver(step: Step, own: bool) -> Tensor:
+                value = real(step.output(index), step)
+                return value.clone() if own and clone_whole else value
+
+            return deliver
 
         def staged(column: str, shape: Sequence[int]) -> Callable[[Step, bool], Any]:
-            return lambda step, own: step.staged(column, shape).to(device)
+            return lambda step, own: real(step.staged(column, shape).to(device), step)
 
         for leaf in trace.out_leaves:
             if isinstance(leaf, Constant):

@@ -397,7 +397,7 @@ class SimulatedDevice(Backend):
 
         self.launch(copy)
 
-    def fill(self, static: Tensor, value: int) -> None:
+    def fill(self, static: Tensor, value: float | bool) -> None:
         self.launch(lambda: static.fill_(value))
 
     def enqueue(self, fn: Callable[[], object]) -> None:

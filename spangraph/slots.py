@@ -47,6 +47,7 @@ class SlotBuffer:
     def __init__(self, backend: Backend, layout: Layout, num_slots: int) -> None:
         self._backend = backend
         self.layout = layout
+        self.slot_bytes = layout.num_words * _WORD
         self.memory: Pinned = backend.pinned(num_slots, layout.num_words, writer="device")
         address = self.memory.host.data_ptr()
         self._words = (ctypes.c_int64 * (num_slots * layout.num_words)).from_address(address)
@@ -58,7 +59,7 @@ class SlotBuffer:
 
     def copy_out(self, slot: int) -> memoryview:
         """A private copy of the slot's words."""
-        size = self.layout.num_words * _WORD
+        size = self.slot_bytes
         return memoryview(bytes(self._bytes[slot * size : (slot + 1) * size])).cast("q")
 
     def __del__(self) -> None:
@@ -219,20 +220,3 @@ def _buffer_of(ring: Tensor) -> Any:
     buffer = (ctypes.c_uint8 * ring.untyped_storage().nbytes()).from_address(ring.data_ptr())
     buffer.owner = ring  # type: ignore[attr-defined]
     return buffer
-
-
-@dataclass
-class Counts:
-    """What became of copies, over all steps whose spans were read: one that was given up before is not counted.
-
-    Attributes:
-        host_bytes, device_bytes: bytes that were moved to the host and inside the device, up to 15 behind each crop
-            included.
-        overflows: outputs of a step that did not fit, and were cut from the padded output instead.
-        nans: NaNs that a cast to PCM met, but for outputs that did not fit (`Rows.nans` counts those, too).
-    """
-
-    host_bytes: int = 0
-    device_bytes: int = 0
-    overflows: int = 0
-    nans: int = 0

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from spangraph.backends import Backend, InlineBackend, resolve_backend
+from spangraph.counts import Counts
 from spangraph.declare import Declaration
 from spangraph.errors import DeclarationError, InputError
 from spangraph.kernels.stage import check_stage_args
 from spangraph.memory import Memory, measure_stager
 from spangraph.rows import Cut
-from spangraph.slots import Copy, Counts, copies_of
+from spangraph.slots import Copy, copies_of
 from spangraph.spans import Span, SpannedOutput
 from spangraph.tail import StagerCore, Tail, make_cut, refuse_copies
 
@@ -84,6 +85,7 @@ class SpanStager:
             )
         sizes = [(copy, _known(name, copy)) for name, copy in self._copied.items()]
         self._buffer, self._copies = self._core.new_buffer(widths, max_rows, sizes)
+        self._counts = Counts()
         self._by_pool: dict[Hashable, weakref.WeakSet[Tail]] = {}
         self._inline_tails: dict[int, tuple[object, Tail]] = {}
 
@@ -158,6 +160,7 @@ class SpanStager:
                 num_rows=num_rows,
                 cuts=cuts,
                 values=values,
+                counts=(self._counts,),
                 slot=slot,
                 copies=self._copies,
                 copied=copied,
@@ -200,8 +203,8 @@ class SpanStager:
 
     @property
     def counts(self) -> Counts:
-        """What became of the copies of all steps that were read."""
-        return self._core.ring.counts
+        """What its steps have done."""
+        return self._counts
 
     def memory(self) -> Memory:
         """Pinned and device bytes per output, and what open leases retain."""

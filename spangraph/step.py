@@ -66,7 +66,7 @@ class Step:
             StaleStepError: after the step's release, also by another thread meanwhile.
         """
         if not self._launch.is_released:
-            with profiled("spangraph.wait"):
+            with self._ring.backend.range("spangraph.wait"):
                 self._ring.wait(self._launch, timeout)
         if self._launch.is_released:
             raise self._launch.error or stale_error(self._launch)
@@ -134,7 +134,7 @@ class Step:
         self.wait()
         if self._make_result is None:
             raise StepStateError("a step of a SpanStager has no result(): use rows(name) and the graph's own outputs.")
-        with profiled("spangraph.cut"):
+        with self._ring.backend.range("spangraph.cut"):
             result = self._make_result(self, own)
         if own and self._launch.is_released:  # by another thread, so that a later step may have written what was copied
             raise stale_error(self._launch)
@@ -152,8 +152,10 @@ class Step:
         if row_id not in self.row_ids:
             raise RowLookupError(f"no row {row_id!r} in this step; its rows are {list(self.row_ids)}.")
         position = self.row_ids.index(row_id)
-        which: list[str | None] = [self._launch.tail.cut(name).name for name in names]
-        self._launch.withheld.update((position, name) for name in which or [None])
+        which = [self._launch.tail.cut(name).name for name in names]
+        self._launch.withheld.update([(position, name) for name in which] or [(position, None)])
+        for name in which or self._launch.tail.cut_names:
+            self._launch.note(position, name)
 
     def release(self) -> None:
         """End the lease. Rows that are not owned become invalid; a consumer's work on the current stream is waited for,
@@ -181,20 +183,3 @@ class Step:
 
     def __repr__(self) -> str:
         return f"<{self._launch}>"
-
-
-class _Unprofiled:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-
-_UNPROFILED = _Unprofiled()
-
-
-def profiled(name: str) -> Any:
-    """A profiler range around host work; free while no profiler runs, and never a synchronisation."""
-    running = torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]
-    return torch.profiler.record_function(name) if running else _UNPROFILED

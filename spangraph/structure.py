@@ -95,6 +95,14 @@ def split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallSpec,
     return CallSpec(spec, tuple(template)), tensors
 
 
+def tensor_paths(signature: inspect.Signature, call: CallSpec, tensors: Sequence[Tensor]) -> list[str]:
+    """What each tensor of a call is called: a parameter of the forward, or `"batch.mel"`, `"batch[0]"` inside one."""
+    args, kwargs = call.build(tensors)
+    leaves: Any = pytree.tree_flatten_with_path(dict(signature.bind(*args, **kwargs).arguments))[0]
+    paths = [path for path, leaf in leaves if isinstance(leaf, Tensor)]
+    return [f"{path[0].key}{pytree.keystr(path[1:])}".replace("['", ".").replace("']", "") for path in paths]
+
+
 def flatten_output(out: Any) -> tuple[list[Tensor], list[Any], list[Any], pytree.TreeSpec]:
     """Tensors of an output, its template (index or Constant per leaf), the key path per leaf, and the spec.
 

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from spangraph.backends import Backend
+from spangraph.counts import Counts
 from spangraph.errors import InputError, RowLookupError, SpanError, StaleGraphError, StepStateError
 from spangraph.kernels.compact import COPY_WORDS
 from spangraph.launch import Launch
 from spangraph.passes.span_maps import SpanMap
 from spangraph.ring import Ring
 from spangraph.rows import Cut
-from spangraph.slots import ALIGNMENT, COPIES, Copy, CopySlots, Counts, Layout, SlotBuffer
+from spangraph.slots import ALIGNMENT, COPIES, Copy, CopySlots, Layout, SlotBuffer
 from spangraph.spans import Span
 from spangraph.step import Step
 
@@ -32,6 +33,7 @@ class Tail:
         buffer: the slots it writes to; None where it stages nothing.
         slot: for the plain async copy, the one slot that the captured copy writes to.
         copies: the slots that it copies rows to; None where it copies nothing.
+        counts: what its steps count in.
         holds_outputs: whether its steps lease `outputs`, as rows are views of them: a replay overwrites them.
         may_overflow: whether a step's copies may not fit, so that its rows may have to be cut from `outputs`.
         occupant: the step that leases the outputs.
@@ -48,6 +50,7 @@ class Tail:
         num_rows: int,
         cuts: Mapping[str, Cut],
         values: Mapping[str, tuple[str, tuple[int, ...]]],
+        counts: Sequence[Counts] = (),
         slot: int | None = None,
         copies: CopySlots | None = None,
         copied: Sequence[Cut] = (),
@@ -60,6 +63,7 @@ class Tail:
         self.num_rows = num_rows
         self._cuts = cuts
         self._values = values
+        self.counts = counts
         self.slot = slot
         self.copies = copies if copied else None
         self.copied = copied
@@ -123,7 +127,7 @@ class Tail:
         first, width = self.buffer.layout.columns[name][0], self.columns[name]
         return launch.words[first : first + width * launch.num_rows]
 
-    def read_copies(self, launch: Launch, counts: Counts) -> int | None:
+    def read_copies(self, launch: Launch) -> int | None:
         """Learn what became of a step's copies. Returns another step's generation if one of them is that step's."""
         if launch.num_rows == 0:
             return None
@@ -137,14 +141,17 @@ class Tail:
             offset = records[last * width + first + 1]
             if offset < 0:
                 launch.has_overflowed = True
-                counts.overflows += 1
+                for counts in self.counts:
+                    counts.overflows += 1
                 continue
             num_bytes = offset * ALIGNMENT
             with contextlib.suppress(SpanError):  # of the last row, which then takes none
                 num_bytes += sum(map(cut.crop_bytes, cut.windows(self.column(launch, cut.column), last)))
-            counts.host_bytes += num_bytes if cut.region.on_host else 0
-            counts.device_bytes += 0 if cut.region.on_host else num_bytes
-            counts.nans += sum(records[first + 2 :: width])
+            nans = sum(records[first + 2 :: width])
+            for counts in self.counts:
+                counts.host_bytes += num_bytes if cut.region.on_host else 0
+                counts.device_bytes += 0 if cut.region.on_host else num_bytes
+                counts.nans += nans
         return None
 
     def note_inputs(self, inputs: Sequence[Tensor]) -> None:
@@ -170,6 +177,11 @@ class Tail:
         """Those of a step's outputs that are nobody's after it: not in memory of an input."""
         inputs = {storage.data_ptr() for _, ref, _ in self._inputs if (storage := ref()) is not None}
         return [output for output in outputs if output.untyped_storage().data_ptr() not in inputs]
+
+    @property
+    def cut_names(self) -> list[str]:
+        """Names of the spanned outputs."""
+        return list(self._cuts)
 
     def cut(self, name: str | None) -> Cut:
         """The cut called `name`; the only one if None.
@@ -198,16 +210,20 @@ class Tail:
         return self._values[name]
 
     def check_rows(
-        self, rows: Sequence[Hashable] | None, num_rows: int | None
+        self, rows: Sequence[Hashable] | None, num_rows: int | None, batch: int | None = None
     ) -> tuple[Sequence[Hashable] | None, int]:
         """Row ids and their number for a launch; a batch row without an id must be said to be padding.
+
+        Args:
+            batch: rows of the caller's batch, default the graph's.
 
         Raises:
             InputError: for duplicate, too few or too many row ids.
         """
-        real = self.num_rows if num_rows is None else num_rows
-        if not 0 <= real <= self.num_rows:
-            raise InputError(f"num_rows={num_rows} of a batch of {self.num_rows} rows: expected 0 to {self.num_rows}.")
+        size = self.num_rows if batch is None else batch
+        real = size if num_rows is None else num_rows
+        if not 0 <= real <= size:
+            raise InputError(f"num_rows={num_rows} of a batch of {size} rows: expected 0 to {size}.")
         if rows is None:
             return None, real
         if isinstance(rows, str):
@@ -216,7 +232,7 @@ class Tail:
         if len(ids) != real:
             raise InputError(
                 f"{len(ids)} row ids for {real} real rows: give one id per real row. num_rows= says how many of the"
-                f" batch's {self.num_rows} rows are real; the others are padding."
+                f" batch's {size} rows are real; the others are padding."
             )
         try:
             distinct = len(set(ids))
@@ -280,6 +296,13 @@ class StagerCore:
         with backend.guard():
             self.ring = Ring(backend, depth=depth, num_slots=num_slots, wait=wait)
         self._graph_ids = itertools.count(1)
+        self._pool: Any = None
+
+    def shared_pool(self) -> Any:
+        """Memory for all graphs whose outputs nobody keeps."""
+        if self._pool is None:
+            self._pool = self.backend.new_pool()
+        return self._pool
 
     def new_buffer(
         self, widths: Mapping[str, int], num_rows: int, copies: Sequence[tuple[Copy, int]] = ()

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from spangraph.declare import find_declarations, source_of
 from spangraph.diagnostics import Diagnostic
@@ -22,7 +21,7 @@ from spangraph.passes.leaks import Source
 from spangraph.passes.nodes import placeholders
 from spangraph.report import Report
 from spangraph.spans import Span, describe_bad_span
-from spangraph.structure import example_args, normalise_call, split_call
+from spangraph.structure import example_args, normalise_call, split_call, tensor_paths
 from spangraph.tracer import TRACE_LOCK, trace_model
 
 
@@ -67,7 +66,7 @@ def verify(
     signature = inspect.signature(model.forward)
     given = normalise_call(signature, example_args(args), kwargs or {})
     call, tensors = split_call(*given)
-    dims = _input_dims(signature.bind(*given[0], **given[1]), tensors, {} if input_spans is None else input_spans)
+    dims = _input_dims(tensor_paths(signature, call, tensors), tensors, {} if input_spans is None else input_spans)
     declarations = find_declarations(model, walk)
     forward = source_of(model, "forward")
     refused: list[DeclarationError] = []
@@ -114,16 +113,14 @@ def verify(
 
 
 def _input_dims(
-    bound: inspect.BoundArguments,
+    paths: Sequence[str],
     tensors: Sequence[Tensor],
     input_spans: Mapping[str, Span | int | Sequence[int]],
 ) -> dict[str, tuple[list[int], tuple[int, ...]]]:
     """For each named input its places among the tensors (several if it was given twice), and its spanned dims."""
     if not isinstance(input_spans, Mapping):
         raise InputError(f"input_spans is a {type(input_spans).__name__}: expected a mapping from names to dims.")
-    paths: Any = pytree.tree_flatten_with_path(dict(bound.arguments))[0]
-    names = [f"{path[0].key}{pytree.keystr(path[1:])}".replace("['", ".").replace("']", "") for path, _ in paths]
-    named = {name: leaf for name, (_, leaf) in zip(names, paths, strict=True) if isinstance(leaf, Tensor)}
+    named = dict(zip(paths, tensors, strict=True))
     found = {}
     for name, given in input_spans.items():
         if name not in named:

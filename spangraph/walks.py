@@ -1,0 +1,272 @@
+"""Walks of a compiled model, and how their launches find graphs: by bucket, by signature, or not at all."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spangraph.backends import Backend
+from spangraph.buckets import BATCH, Buckets, pad, padded_shape
+from spangraph.counts import Statistics
+from spangraph.errors import InputError
+from spangraph.signature import Signature, SignatureBuilder
+from spangraph.slots import Copy
+from spangraph.structure import CallSpec, Constant, normalise_call, split_call
+
+# Input shapes whose signature is found without looking at the whole call; forgotten together, so that they stay few.
+_MAX_KNOWN_SHAPES = 1024
+# Graphs' worth of steps that ran eagerly and are kept, as they are: the next one of that shape need not be watched.
+_MAX_EAGER = 8
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Options of one walk: an entry of `walks=`. What is None is as `compile` says for all walks.
+
+    Args:
+        buckets, dims, pad_values, copies: see `spangraph.compile`.
+    """
+
+    buckets: Mapping[str, Sequence[int]] | None = None
+    dims: Mapping[str, Mapping[int, str]] | None = None
+    pad_values: Mapping[str, float | int | bool] | None = None
+    copies: Mapping[str, Copy | str] | None = None
+
+    def with_defaults(self, common: Walk) -> Walk:
+        """These options, and those of `common` where they are None."""
+        return replace(common, **{f.name: own for f in fields(self) if (own := getattr(self, f.name)) is not None})
+
+
+class GraphCache:
+    """Signatures of all walks, the least recently used first, with at most so many graphs.
+
+    Args:
+        max_graphs: graphs that all signatures together may have; None for any number.
+    """
+
+    def __init__(self, backend: Backend, max_graphs: int | None) -> None:
+        self._backend = backend
+        self.max_graphs = max_graphs
+        self._by_key: OrderedDict[Any, Signature] = OrderedDict()
+
+    def get(self, key: Any) -> Signature | None:
+        """The signature, which was used just now."""
+        if (signature := self._by_key.get(key)) is not None:
+            self._by_key.move_to_end(key)
+        return signature
+
+    def put(self, key: Any, signature: Signature) -> None:
+        """Keep a signature, for which there is room."""
+        self._by_key[key] = signature
+        signature.key = key
+
+    def make_room(self, num_graphs: int) -> None:
+        """Drop the least recently used signatures until so many more graphs may be had.
+
+        Raises:
+            InputError: if there can be no room.
+        """
+        if self.max_graphs is None:
+            return
+        if num_graphs > self.max_graphs:
+            raise InputError(
+                f"max_graphs={self.max_graphs}, but {num_graphs} graphs are needed at once: one per bucket, and per"
+                " step of depth where rows are views. Raise it, lower depth, or have all outputs copied (copies=)."
+            )
+        while len(self) + num_graphs > self.max_graphs:
+            self.drop(next(iter(self._by_key.values())))
+
+    def drop(self, signature: Signature) -> None:
+        """Forget a signature, once the device is done with its graphs."""
+        self._backend.synchronize()
+        self._by_key.pop(signature.key, None)
+        for counts in signature.counts:
+            counts.evictions += 1
+
+    def values(self) -> list[Signature]:
+        """All signatures."""
+        return list(self._by_key.values())
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._by_key.clear()
+
+    def __len__(self) -> int:
+        """Number of graphs."""
+        return sum(len(signature.instances) for signature in self._by_key.values())
+
+
+@dataclass(eq=False, slots=True)
+class Found:
+    """What a launch runs.
+
+    Attributes:
+        cache: where the signature is.
+        batch: rows that the caller gave; None if that is not known.
+        elements: of the caller's inputs.
+        reason: why there was no graph; empty if there was.
+    """
+
+    signature: Signature
+    cache: GraphCache
+    batch: int | None
+    elements: int
+    reason: str = ""
+
+
+class WalkGraphs:
+    """One walk of a compiled model.
+
+    Attributes:
+        name: what `spanned_outputs` and a forward's parameter `walk` are given.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        builder: SignatureBuilder,
+        signature: inspect.Signature,
+        buckets: Buckets | None,
+        statistics: Statistics,
+        cache: GraphCache,
+        *,
+        on_miss: str,
+    ) -> None:
+        self.name = name
+        self.buckets = buckets
+        self._builder = builder
+        self._signature = signature
+        self._statistics = statistics
+        self._cache = cache
+        self._eager = GraphCache(builder.core.backend, _MAX_EAGER * builder.core.ring.depth)
+        self._on_miss = on_miss
+        self._known: dict[Any, Found] = {}
+
+    def find(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "not captured"
+    ) -> tuple[Found, Sequence[Tensor]]:
+        """What a call runs, and its tensors as they were given; traces and captures what is not there.
+
+        Raises:
+            InputError: for inputs that cannot be taken, or that fit no bucket.
+            and what `SignatureBuilder.build` raises.
+        """
+        shapes = None
+        if not kwargs and all(type(arg) is Tensor for arg in args):
+            shapes = tuple([(arg.shape, arg.dtype, arg.device, arg.layout) for arg in args])
+            if (known := self._known.get(shapes)) is not None and known.cache.get(
+                known.signature.key
+            ) is known.signature:
+                return known, args
+        call, tensors = self._split(args, kwargs)
+        found = self._find(call, tensors, why)
+        if shapes is not None and len(tensors) == len(args):
+            if len(self._known) >= _MAX_KNOWN_SHAPES:
+                self._known.clear()
+            self._known[shapes] = replace(found, reason=found.signature.miss)
+        return found, tensors
+
+    def captures(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any, Callable[[], Signature]]]:
+        """What a warm-up captures: for each bucket its label, its key, and a function that builds its signature."""
+        call, tensors = self._split(args, kwargs)
+        if self.buckets is None:
+            return [("", *self._capture(call, tensors, None))]
+        self.buckets.fit(self.buckets.plan(self._signature, call, tensors), [t.shape for t in tensors])
+        return [(self.buckets.label(b), *self._capture(call, tensors, b)) for b in self.buckets.all()]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._known.clear()
+        self._eager.clear()
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallSpec, list[Tensor]]:
+        if "walk" in self._signature.parameters:
+            kwargs = {**kwargs, "walk": self.name}
+        return split_call(*normalise_call(self._signature, args, kwargs))
+
+    def _find(self, call: CallSpec, tensors: list[Tensor], why: str) -> Found:
+        elements = sum(tensor.numel() for tensor in tensors)
+        if self.buckets is None:
+            key, build = self._capture(call, tensors, None)
+            batch = None
+        else:
+            fit = self.buckets.fit(self.buckets.plan(self._signature, call, tensors), [t.shape for t in tensors])
+            batch = dict(zip(self.buckets.names, fit.sizes, strict=True)).get(BATCH)
+            if fit.bucket is None:
+                if self._on_miss == "error":
+                    raise InputError(
+                        f"{fit.problem}: add a larger one, or compile with on_miss='eager' to run it eagerly."
+                    )
+                return Found(self._eagerly(call, tensors, fit.reason), self._eager, batch, elements, fit.reason)
+            key, build = self._capture(call, tensors, fit.bucket)
+        if (signature := self._cache.get(key)) is not None:
+            return Found(signature, self._cache, batch, elements)
+        signature = build()
+        self._cache.put(key, signature)
+        return Found(signature, self._cache, batch, elements, why)
+
+    def _capture(
+        self, call: CallSpec, tensors: Sequence[Tensor], bucket: Sequence[int] | None
+    ) -> tuple[Any, Callable[[], Signature]]:
+        """The key of a signature, and what builds it."""
+        if self.buckets is None or bucket is None:
+            padding, shapes, label = None, [tuple(t.shape) for t in tensors], ""
+        else:
+            padding = self.buckets.plan(self._signature, call, tensors)
+            shapes = [padded_shape(p, bucket, t.shape) for p, t in zip(padding, tensors, strict=True)]
+            label = self.buckets.label(bucket)
+
+        def build() -> Signature:
+            self._check(tensors)
+            inputs = tensors
+            batch = None
+            if self.buckets is not None and bucket is not None and padding is not None:
+                inputs = [pad(t, shape, p.value) for t, shape, p in zip(tensors, shapes, padding, strict=True)]
+                batch = dict(zip(self.buckets.names, bucket, strict=True)).get(BATCH)
+            counts = self._statistics.of(self.name, label)
+            signature = self._builder.build(call, inputs, counts=counts, batch=batch, make_room=self._cache.make_room)
+            signature.pad_values, signature.shapes = [p.value for p in padding or ()], shapes
+            for c in counts:
+                c.captures += 1
+            return signature
+
+        return (self.name, *_key(call, tensors, shapes)), build
+
+    def _eagerly(self, call: CallSpec, tensors: Sequence[Tensor], reason: str) -> Signature:
+        """A signature for inputs that fit no bucket: the model as it is, uncaptured."""
+        key = (self.name, *_key(call, tensors, [t.shape for t in tensors]))
+        if (signature := self._eager.get(key)) is None:
+            self._check(tensors)
+            counts = self._statistics.of(self.name, "(eager)")
+            like = next((s for s in (*self._cache.values(), *self._eager.values()) if s.key[:2] == key[:2]), None)
+            signature = self._builder.build_eager(
+                call, tensors, counts=counts, like=like, make_room=self._eager.make_room
+            )
+            signature.miss = reason
+            self._eager.put(key, signature)
+        return signature
+
+    def _check(self, tensors: Sequence[Tensor]) -> None:
+        device = self._builder.core.backend.device
+        for tensor in tensors:
+            if tensor.device != device and tensor.device.type != "cpu":
+                raise InputError(
+                    f"an input is on {tensor.device}, the model runs on {device}: move it there, or pass it on the CPU"
+                    " to have it copied."
+                )
+            if tensor.layout is not torch.strided:
+                raise InputError(f"an input has layout {tensor.layout}: expected a strided (dense) tensor.")
+
+
+def _key(call: CallSpec, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> tuple[Any, ...]:
+    """What tells signatures of a walk apart: first all but shapes."""
+    constants = tuple((type(c.value), repr(c.value)) for c in call.leaves if isinstance(c, Constant))
+    places = tuple(isinstance(leaf, Constant) for leaf in call.leaves)
+    kinds = tuple((t.dtype, t.device, t.layout) for t in tensors)
+    return (call.spec, constants, places, kinds), tuple(map(tuple, shapes))
