@@ -328,10 +328,8 @@ class Compiled:
     def _graphs_of(self, walk: str | None) -> WalkGraphs:
         name = self._walk if walk is None else walk
         if (graphs := self._walks.get(name)) is None:
-            asked = "no walk, and the default" if walk is None else "walk"
-            raise InputError(
-                f"{asked} {name!r} is none of the walks {list(self._walks)}: pass walk=, or compile with it."
-            )
+            asked = "the default walk" if walk is None else "walk"
+            raise InputError(f"{asked} {name!r} is none of {list(self._walks)}: name one of these, launch(walk=...).")
         return graphs
 
     def warmup(
@@ -354,25 +352,28 @@ class Compiled:
             and what a signature's first launch raises.
         """
         refuse_nested()
-        graphs, built = self._graphs_of(walk), {}
+        graphs = self._graphs_of(walk)
         wanted = graphs.captures(example_args(args), dict(kwargs or {}))
+        built: dict[Any, Signature] = {}
         for number, (label, key, build) in enumerate(wanted, 1):
             began = time.perf_counter()
             with self._ring.lock:
                 if self._ring.is_closed:
                     raise ClosedError("warmup() of a closed object: compile the model again.")
-                if self._by_key.get(key) is None:
-                    built[key] = build()
-                    if number == 1:
-                        self._by_key.make_room(len(wanted) * len(built[key].instances))
+                signature = self._by_key.get(key)
+                if signature is None:
+                    signature = built[key] = build()
+                if number == 1:
+                    self._by_key.check_room(len(wanted) * len(signature.instances))
             if progress:
                 seconds = time.perf_counter() - began
                 what = f"{graphs.name}{f', {label}' if label else ''}"
                 print(f"spangraph: captured {number} of {len(wanted)}: {what} ({seconds:.1f} s)", file=sys.stderr)
         with self._ring.lock:
-            for key, signature in built.items():
-                if self._by_key.get(key) is None:  # nobody else was faster
-                    self._by_key.put(key, signature)
+            new = {key: signature for key, signature in built.items() if self._by_key.get(key) is None}
+            self._by_key.make_room(sum(len(signature.instances) for signature in new.values()))
+            for key, signature in new.items():  # but for those where a launch was faster
+                self._by_key.put(key, signature)
 
     def __call__(
         self,

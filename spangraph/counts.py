@@ -75,11 +75,8 @@ class Counts:
         before = replace(self)
         yield
         found = {name: getattr(self, name) - getattr(before, name) for name in deltas}
-        if wrong := [
-            f"{name}: expected {deltas[name]:+}, found {found[name]:+}"
-            for name in deltas
-            if found[name] != deltas[name]
-        ]:
+        wrong = [f"{name} changed by {found[name]}, expected {n}" for name, n in deltas.items() if found[name] != n]
+        if wrong:
             raise AssertionError("; ".join(wrong))
 
     def as_dict(self) -> dict[str, Any]:

@@ -122,6 +122,11 @@ class CudaBackend(Backend):
 
     def __init__(self, device: torch.device | str = "cuda", *, cuda: Any = torch.cuda) -> None:
         self._cuda = cuda
+        self._nvtx: Any = cuda.nvtx
+        try:
+            self._nvtx.mark("spangraph")
+        except RuntimeError:  # a torch that was built without NVTX
+            self._nvtx = None
         self.debug = debug_enabled()
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
@@ -202,7 +207,8 @@ class CudaBackend(Backend):
         return graph, result
 
     def range(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        return _Range(self._cuda.nvtx, name, super().range(name))
+        profiled = super().range(name)
+        return profiled if self._nvtx is None else _Range(self._nvtx, name, profiled)
 
     def stream(self) -> Any:
         return self._cuda.current_stream(self.device)

@@ -37,7 +37,7 @@ def derive_pipeline(
     declarations = {d.fqn: d for d in find_declarations(model, walk) if d.names}
     if not declarations:
         raise PipelineError(f"no submodule of {type(model).__name__} declares spanned outputs on walk {walk!r}.")
-    call, tensors = split_call(*normalise_call(inspect.signature(model.forward), example_args(args), kwargs))
+    call, tensors = split_call(*normalise_call(inspect.signature(model.forward), example_args(args), kwargs, walk))
     trace = trace_model(model, walk, call, tensors, tracer="export", verify="off")
     gm = hoist_marks(trace.gm)
     marked: dict[fx.Node, list[_Origin]] = {}

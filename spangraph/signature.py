@@ -222,9 +222,10 @@ class SignatureBuilder:
         label = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in inputs) or "no tensors"
         signature = Signature(label, trace, prepared, counts, batch)
         signature.num_elements = sum(tensor.numel() for tensor in inputs)
-        if trace.tracer == "export" or self._backend.static:
+        is_captured = self._backend.static and trace.captures
+        if trace.tracer != "opaque" or is_captured:  # else the model runs itself, with whatever it has
             signature.weights = Weights(
-                self._model, addresses=self._backend.static, literals=trace.literals, probe_all=self._debug
+                self._model, addresses=is_captured, literals=trace.literals, probe_all=self._debug
             )
         self._add_instances(signature, inputs, make_room)
         return signature

@@ -30,9 +30,12 @@ class Constant:
 
 
 def normalise_call(
-    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], walk: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`(args, kwargs)` in one canonical form, so that `f(x, 1)` and `f(x, n=1)` share a graph."""
+    """`(args, kwargs)` in one canonical form, so that `f(x, 1)` and `f(x, n=1)` share a graph; a forward that has a
+    parameter `walk` is told the walk."""
+    if "walk" in signature.parameters:
+        kwargs = {"walk": walk, **kwargs}
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:

@@ -64,7 +64,7 @@ def verify(
     if padding not in ("both", "left", "right"):
         raise InputError(f"padding={padding!r}: expected 'both', 'left' or 'right'.")
     signature = inspect.signature(model.forward)
-    given = normalise_call(signature, example_args(args), kwargs or {})
+    given = normalise_call(signature, example_args(args), kwargs or {}, walk)
     call, tensors = split_call(*given)
     dims = _input_dims(tensor_paths(signature, call, tensors), tensors, {} if input_spans is None else input_spans)
     declarations = find_declarations(model, walk)

@@ -66,20 +66,26 @@ class GraphCache:
         self._by_key[key] = signature
         signature.key = key
 
+    def check_room(self, num_graphs: int) -> None:
+        """Whether there can be so many graphs.
+
+        Raises:
+            InputError: if not.
+        """
+        if self.max_graphs is not None and num_graphs > self.max_graphs:
+            raise InputError(
+                f"max_graphs={self.max_graphs}, but {num_graphs} graphs are needed at once: one per bucket, and per"
+                " step of depth where rows are views. Raise it, lower depth, or have all outputs copied (copies=)."
+            )
+
     def make_room(self, num_graphs: int) -> None:
         """Drop the least recently used signatures until so many more graphs may be had.
 
         Raises:
             InputError: if there can be no room.
         """
-        if self.max_graphs is None:
-            return
-        if num_graphs > self.max_graphs:
-            raise InputError(
-                f"max_graphs={self.max_graphs}, but {num_graphs} graphs are needed at once: one per bucket, and per"
-                " step of depth where rows are views. Raise it, lower depth, or have all outputs copied (copies=)."
-            )
-        while len(self) + num_graphs > self.max_graphs:
+        self.check_room(num_graphs)
+        while self.max_graphs is not None and len(self) + num_graphs > self.max_graphs:
             self.drop(next(iter(self._by_key.values())))
 
     def drop(self, signature: Signature) -> None:
@@ -186,9 +192,7 @@ class WalkGraphs:
         self._eager.clear()
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallSpec, list[Tensor]]:
-        if "walk" in self._signature.parameters:
-            kwargs = {**kwargs, "walk": self.name}
-        return split_call(*normalise_call(self._signature, args, kwargs))
+        return split_call(*normalise_call(self._signature, args, kwargs, self.name))
 
     def _find(self, call: CallSpec, tensors: list[Tensor], why: str) -> Found:
         elements = sum(tensor.numel() for tensor in tensors)

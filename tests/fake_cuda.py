@@ -93,16 +93,36 @@ class FakeGraph:
         return self.cuda.handle_of(self.captured.pool)
 
 
+class FakeNvtx:
+    """`torch.cuda.nvtx`: ranges are `(name, depth)` as they are opened."""
+
+    def __init__(self) -> None:
+        self.ranges: list[tuple[str, int]] = []
+        self.depth = 0
+
+    def mark(self, name: str) -> None:
+        pass
+
+    def range_push(self, name: str) -> None:
+        self.ranges.append((name, self.depth))
+        self.depth += 1
+
+    def range_pop(self) -> None:
+        self.depth -= 1
+
+
 class FakeCuda:
     """Stands in for the module `torch.cuda`.
 
     Attributes:
+        nvtx: ranges of host work.
         log: the calls, in order, without the device argument.
         capturing: whether some thread captures.
     """
 
     def __init__(self) -> None:
         self.simulated = SimulatedDevice()
+        self.nvtx = FakeNvtx()
         self.log: list[tuple[str, ...]] = []
         self.capturing = False
         self._capturer = 0

@@ -11,7 +11,7 @@ from torch import Tensor
 import spangraph
 from spangraph import CudaBackend
 
-from .fake_cuda import FakeCuda
+from .fake_cuda import FakeCuda, FakeNvtx
 from .toys import Toy, batch
 
 
@@ -120,7 +120,7 @@ def test_the_pool_of_a_tensor_is_that_of_its_segment() -> None:
     before = {"address": x.data_ptr() - 512, "total_size": 512, "segment_pool_id": (0, 9)}
 
     def pool_of(*segments: dict[str, object]) -> object:
-        return CudaBackend("cpu", cuda=SimpleNamespace(memory_snapshot=lambda: segments)).pool_of(x)
+        return CudaBackend("cpu", cuda=SimpleNamespace(memory_snapshot=lambda: segments, nvtx=FakeNvtx())).pool_of(x)
 
     assert pool_of(before, {**inside, "segment_pool_id": (0, 3)}) == (0, 3)
     assert pool_of(before, {**inside, "segment_pool_id": (0, 0)}) is None  # ordinary memory
