@@ -104,7 +104,7 @@ def _install() -> None:
             return
         _library = torch.library.Library("aten", "IMPL")
         # With the keys of autograd alone, inference mode would go past; without, subclasses would see the operator.
-        for keys in ("AutogradCPU", "AutogradCUDA", "AutogradMeta", "CPU", "CUDA"):
+        for keys in ("AutogradCPU", "AutogradCUDA", "CPU", "CUDA"):
             _library.impl(_compatible, _on_data, keys)
         _library.impl(_set, _on_set, "BackendSelect", with_keyset=True)
         nn_module.register_module_parameter_registration_hook(_bump)
