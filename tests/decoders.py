@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,26 +110,29 @@ def eager(model: nn.Module, inputs: Sequence[Any]) -> list[Spoken]:
         with torch.no_grad():
             out = model(x)
         lengths = out.output_spans["audio"][:, 1].tolist()
-        rows = {id_: out["audio"][i, :n].tolist() for i, (id_, n) in enumerate(zip(ids_of(len(expected)), lengths)) if n}
+        rows = {
+            id_: out["audio"][i, :n].tolist()
+            for i, (id_, n) in enumerate(zip(ids_of(len(expected)), lengths, strict=True))
+            if n
+        }
         expected.append(Spoken(rows, {name: value.tolist() for name, value in out.row_values.items()}))
     return expected
 
 
-def run(compiled: Compiled, inputs: Sequence[Tensor]) -> list[Spoken]:
-    """What the compiled model delivers, each step read while the next one runs."""
+def read(step: spangraph.Step) -> Spoken:
+    """What a step delivers."""
+    with step:
+        rows = {id_: row.tolist() for id_, row in step.rows("audio").items()}
+        return Spoken(rows, {name: step.row_values(name).tolist() for name in ("token", "position")})
+
+
+def run(compiled: Compiled, inputs: Sequence[Tensor], first: int = 0) -> list[Spoken]:
+    """What the compiled model delivers, each step read while the next one runs; `first` is the first step's number."""
     found = []
-
-    def read(step: spangraph.Step) -> None:
-        with step:
-            rows = {id_: row.tolist() for id_, row in step.rows("audio").items()}
-            found.append(Spoken(rows, {name: step.row_values(name).tolist() for name in ("token", "position")}))
-
     behind = None
     for i, x in enumerate(inputs):
-        step = compiled.launch(x, rows=ids_of(i))
+        step = compiled.launch(x, rows=ids_of(first + i))
         if behind is not None:
-            read(behind)
+            found.append(read(behind))
         behind = step
-    if behind is not None:
-        read(behind)
-    return found
+    return [*found, read(behind)] if behind is not None else found
