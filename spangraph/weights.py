@@ -144,8 +144,13 @@ def _traits(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.device, tensor.shape
 
 
+def _address(tensor: Tensor) -> int | None:
+    return tensor.data_ptr() if tensor.layout is torch.strided else None  # a sparse tensor has no memory of its own
+
+
 def _baked_traits(tensor: Tensor) -> tuple[Any, ...]:
-    return *_traits(tensor), tensor.stride(), tensor.data_ptr()
+    address = _address(tensor)
+    return *_traits(tensor), address, () if address is None else tensor.stride()
 
 
 def _no_traits(module: nn.Module) -> tuple[Any, ...]:
@@ -177,12 +182,13 @@ class Weights:
         self._next_probe = 0
         self._seen = _replacements
         self._tensors = _entries(model, ("_parameters", "_buffers"), self._traits)
-        self._probes = [(e.box, e.name, e.value, e.value.data_ptr() if addresses else None) for e in self._tensors]
+        self._probes = [(e.box, e.name, e.value, _address(e.value) if addresses else None) for e in self._tensors]
         self._modules = _entries(model, ("_modules",), _no_traits)
         _held[id(self)] = frozenset(id(entry.value) for entry in self._tensors)
         weakref.finalize(self, _held.pop, id(self)).atexit = False
         # Gone with this object, without a call, or with the memory, with one.
-        self._memory = [weakref.ref(entry.value.untyped_storage(), _bump) for entry in self._tensors]
+        strided = [entry.value for entry in self._tensors if entry.value.layout is torch.strided]
+        self._memory = [weakref.ref(tensor.untyped_storage(), _bump) for tensor in strided]
 
     def check(self) -> None:
         """Notice a replaced tensor, in a time that does not grow with the model while nothing was replaced anywhere.

@@ -204,6 +204,22 @@ def test_a_weight_that_is_transposed_where_it_lies_is_noticed() -> None:
         run.launch(x, n)
 
 
+@pytest.mark.parametrize("on", ["inline", "simulated"])
+def test_a_sparse_buffer_is_checked(on: str) -> None:
+    """It has no address: a model with one could not be compiled."""
+    model = Spanned()
+    model.register_buffer("matrix", 2 * torch.eye(3).to_sparse())
+    model.forward = lambda x, n: model.spanned((model.matrix @ x.T).T, n)  # type: ignore[method-assign]
+    run = compiled(model, on, "opaque")
+    x, n = batch((2, 3), 3)
+    assert values(run(x, n)["audio"]) == cut(2 * x, [2, 3])
+    held = Weights(model, addresses=on == "simulated")
+    held.check()
+    model.matrix = 3 * torch.eye(3).to_sparse()
+    with pytest.raises(StaleGraphError, match="matrix was replaced"):
+        held.check()
+
+
 def test_a_weight_of_another_shape_is_noticed_inline() -> None:
     """A graph that holds the Parameter follows its memory, but was traced for its shape."""
     model = Large()

@@ -79,7 +79,7 @@ def test_a_static_cache_is_advanced_as_eager_advances_it() -> None:
     assert len(tokens.unique()) > 20
     for on in ("inline", "simulated"):
         run_model = copy.deepcopy(model)
-        cache = run_model.net.static_cache.layers[1].keys
+        cache: Any = run_model.net.static_cache.layers[1].keys
         with compiled(run_model, on, depth=2) as run_:
             assert run(run_, inputs) == expected
         assert _state(run_model) == _state(reference)
