@@ -55,6 +55,8 @@ def _is_held(tensor: Tensor) -> bool:
 
 _compatible = torch.ops.aten._has_compatible_shallow_copy_type.default
 _set = torch.ops.aten.set_.source_Storage_storage_offset
+# Ours comes before any device's kernel, after autograd's and Python's.
+_devices = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
 def _on_data(tensor: Tensor, new: Tensor) -> bool:
@@ -68,13 +70,10 @@ def _on_data(tensor: Tensor, new: Tensor) -> bool:
 
 def _on_set(keys: torch._C.DispatchKeySet, tensor: Tensor, *args: Any) -> Tensor:
     """All of `tensor.set_(...)` ends here."""
-    out: Tensor = _set.redispatch(keys & torch._C._dispatch_keyset_full_after(_SELECT), tensor, *args)
+    out: Tensor = _set.redispatch(keys & _devices, tensor, *args)
     if _is_held(tensor):
         _bump()
     return out
-
-
-_SELECT = torch._C.DispatchKey.BackendSelect  # before any device's kernel, after autograd's and Python's
 
 
 def _count_calls(owner: Any, name: str, count: Callable[[], None]) -> None:
@@ -103,7 +102,7 @@ def _install() -> None:
         if _library is not None:
             return
         _library = torch.library.Library("aten", "IMPL")
-        # With the keys of autograd alone, inference mode would go past; without, subclasses would see the operator.
+        # With autograd's keys alone, inference mode would go past; without them, subclasses would see the operator.
         for keys in ("AutogradCPU", "AutogradCUDA", "CPU", "CUDA"):
             _library.impl(_compatible, _on_data, keys)
         _library.impl(_set, _on_set, "BackendSelect", with_keyset=True)
