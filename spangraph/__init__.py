@@ -38,6 +38,8 @@ from spangraph.slots import Copy, Counts
 from spangraph.spans import Span, SpannedOutput, from_lengths, from_mask, withhold
 from spangraph.stager import SpanStager
 from spangraph.step import Step
+from spangraph.stops import StopCheck
+from spangraph.streams import Stream, Streams
 from spangraph.tail import Tail
 from spangraph.verify import verify
 
@@ -78,6 +80,9 @@ __all__ = [
     "Step",
     "StepStateError",
     "StepTimeoutError",
+    "StopCheck",
+    "Stream",
+    "Streams",
     "Tail",
     "TraceError",
     "VerificationError",

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import re
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -16,6 +16,7 @@ from spangraph.backends import Backend, resolve_backend
 from spangraph.declare import find_declarations
 from spangraph.errors import ClosedError, DeclarationError, InputError
 from spangraph.memory import Memory, measure_compiled
+from spangraph.merge import run_each
 from spangraph.passes.marks import public_names
 from spangraph.passes.nodes import val
 from spangraph.pipeline import Pipeline
@@ -23,6 +24,7 @@ from spangraph.report import Report
 from spangraph.signature import Instance, Signature, SignatureBuilder, run
 from spangraph.slots import Copy, Counts, copies_of
 from spangraph.step import Step, profiled
+from spangraph.stops import RowValues, StopCheck
 from spangraph.structure import Constant, normalise_call, split_call
 from spangraph.tail import StagerCore, refuse_copies
 from spangraph.tracer import refuse_nested
@@ -43,6 +45,7 @@ def compile(
     wait: str = "block",
     generators: Sequence[torch.Generator] = (),
     pipeline: Pipeline | None = None,
+    stop_check: Callable[[RowValues], StopCheck] | None = None,
 ) -> Compiled:
     """Wrap a model with spanned outputs so that its steps run without a host read and its rows are cut afterwards.
 
@@ -71,6 +74,10 @@ def compile(
         wait: how waits wait: `"block"`, `"spin"`, or `"header"` (poll the slot's header).
         generators: device generators that the model draws from, to be registered with its graphs.
         pipeline: the pipeline that the model is a node of, to be checked on this walk.
+        stop_check: a function of a step's row values (row id -> name -> an int, or a tuple of ints; real rows only)
+            that returns a `StopCheck`. It runs on the host, once per step that is read, in the thread that waits for
+            the step first, before anything is delivered; see `Step.stops`. Where it raises, that wait does, and the
+            next one runs it again. It may read other steps, and neither launches nor releases one.
 
     Raises:
         InputError: for an option out of range, a forward whose parameter is called like an option of `launch`, or a
@@ -84,7 +91,9 @@ def compile(
             report.raise_for_errors()
         elif report.errors:
             warnings.warn(f"the pipeline has conflicts:\n{report}", stacklevel=2)
-    return Compiled(model, walk, depth, copies_of(copies), trace, backend, verify, staging, wait, tuple(generators))
+    return Compiled(
+        model, walk, depth, copies_of(copies), trace, backend, verify, staging, wait, tuple(generators), stop_check
+    )
 
 
 def _check_names(model: nn.Module, walk: str, copies: Mapping[str, Copy]) -> None:
@@ -128,6 +137,7 @@ class Compiled:
         staging: str,
         wait: str,
         generators: tuple[torch.Generator, ...],
+        stop_check: Callable[[RowValues], StopCheck] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"compile() got {type(model).__name__}: expected an nn.Module.")
@@ -151,7 +161,7 @@ class Compiled:
         self._model = model
         self._walk = walk
         self._backend = resolve_backend(backend)
-        self._core = StagerCore(self._backend, depth=depth, staging=staging, wait=wait)
+        self._core = StagerCore(self._backend, depth=depth, staging=staging, wait=wait, stop_check=stop_check)
         self._ring = self._core.ring
         self._builder = SignatureBuilder(
             model, walk, self._core, trace=trace, verify=verify, copies=copies, generators=generators
@@ -223,6 +233,34 @@ class Compiled:
         """Launch, wait, and return the model's output structure with owned rows in place of spanned tensors."""
         with self.launch(*args, rows=rows, num_rows=num_rows, **kwargs) as step:
             return step._result(own=True)
+
+    def run_each(
+        self,
+        requests: Iterable[Sequence[Any] | Mapping[str, Any]],
+        *,
+        rows: Sequence[Hashable] | None = None,
+        wait: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Run requests one by one, up to `depth` of them in flight, and merge what they return: the same result as one
+        call with the batch of them, also where their padded widths differ.
+
+        Rows are merged, tensors whose dim 0 has a request's number of rows are concatenated along it, and everything
+        else must be equal in all requests.
+
+        Args:
+            requests: each a tuple of the model's inputs, or a mapping of them by name, of one row or more.
+            rows: ids of the rows of all requests, in order, default their positions.
+            wait: wait for room that other steps take, instead of raising `RingFullError`.
+            timeout: seconds that each launch may wait for it.
+
+        Raises:
+            InputError: if there are no requests, or too few or too many row ids.
+            MergeError: if the results cannot be merged: if only some requests return spans, if structures or constants
+                differ, or whole tensors in more than dim 0.
+            and what `launch` and the waits raise. No step stays leased, and nothing is delivered.
+        """
+        return run_each(self.launch, self._ring.depth, requests, rows, wait=wait, timeout=timeout)
 
     def _upload(self, instance: Instance, leaves: Sequence[Tensor]) -> list[Tensor] | None:
         """Copy inputs into the graph's own, in stream order.

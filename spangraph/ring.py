@@ -37,6 +37,7 @@ from spangraph.launch import Launch, not_staged_error, report_taken
 from spangraph.slots import Counts
 
 if TYPE_CHECKING:
+    from spangraph.stops import StopChecks
     from spangraph.tail import Tail
 
 _logger = logging.getLogger("spangraph")
@@ -88,6 +89,7 @@ class Ring:
         self._reserved: Launch | None = None
         self._waiters = 0
         self.counts = Counts()
+        self.stop_checks: StopChecks | None = None
         self.is_closed = False
 
     # ---- reserve, commit, abort: the three ends of a launch, all under the lock ---------------------------------

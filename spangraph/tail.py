@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from spangraph.rows import Cut
 from spangraph.slots import ALIGNMENT, COPIES, Copy, CopySlots, Counts, Layout, SlotBuffer
 from spangraph.spans import Span
 from spangraph.step import Step
+from spangraph.stops import RowValues, StopCheck, StopChecks
 
 
 class Tail:
@@ -187,6 +188,11 @@ class Tail:
             )
         return self._cuts[name]
 
+    @property
+    def cut_names(self) -> tuple[str, ...]:
+        """Names of the spanned outputs."""
+        return tuple(self._cuts)
+
     def value(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Column and per-row shape of the row value called `name`.
 
@@ -196,6 +202,15 @@ class Tail:
         if name not in self._values:
             raise RowLookupError(f"no row value {name!r}; this step has {sorted(self._values)}.")
         return self._values[name]
+
+    def all_values(self, launch: Launch) -> dict[str, list[Any]]:
+        """Name -> row value per real row: an int, or a tuple of ints where a row has several."""
+        found: dict[str, list[Any]] = {}
+        for name, (column, shape) in self._values.items():
+            words = self.column(launch, column).tolist()
+            width = self.columns[column]
+            found[name] = [tuple(words[i : i + width]) for i in range(0, len(words), width)] if shape else words
+        return found
 
     def check_rows(
         self, rows: Sequence[Hashable] | None, num_rows: int | None
@@ -269,7 +284,15 @@ class Tail:
 class StagerCore:
     """Ring, buffers and tails: what `SpanStager` and `compile` share."""
 
-    def __init__(self, backend: Backend, *, depth: int, staging: str = "kernel", wait: str = "block") -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        depth: int,
+        staging: str = "kernel",
+        wait: str = "block",
+        stop_check: Callable[[RowValues], StopCheck] | None = None,
+    ) -> None:
         if staging not in ("kernel", "copy"):
             raise InputError(f"staging={staging!r}: expected 'kernel' or 'copy'.")
         if staging == "copy" and wait == "header":
@@ -279,6 +302,7 @@ class StagerCore:
         num_slots = depth if staging == "copy" else None
         with backend.guard():
             self.ring = Ring(backend, depth=depth, num_slots=num_slots, wait=wait)
+        self.ring.stop_checks = None if stop_check is None else StopChecks(stop_check)
         self._graph_ids = itertools.count(1)
 
     def new_buffer(
