@@ -61,10 +61,12 @@ def run_each(
             if ids is not None and num_rows > len(ids):
                 break
         if ids is not None and num_rows != len(ids):
-            raise InputError(f"{len(ids)} row ids for {num_rows} rows or more: give one id per row of all requests.")
+            raise InputError(
+                f"{len(ids)} row ids for {num_rows} rows of {len(row_ids)} requests: give one id per row of each."
+            )
         if not names:
             raise InputError("run_each got no requests: expected at least one.")
-        refuse_mixed("output_spans", names, row_ids)
+        refuse_mixed("output_spans", names, [found or (i,) for i, found in enumerate(row_ids)])
         while in_flight:
             finish()
     finally:
@@ -98,7 +100,7 @@ def _call(index: int, request: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 
 def _merge_results(results: Sequence[Any], row_ids: Sequence[tuple[Hashable, ...]]) -> Any:
-    flat = [pytree.tree_flatten_with_path(result) for result in results]
+    flat = [_flatten(result) for result in results]
     spec = flat[0][1]
     for ids, (_, other) in zip(row_ids, flat, strict=True):
         if other != spec:
@@ -111,6 +113,14 @@ def _merge_results(results: Sequence[Any], row_ids: Sequence[tuple[Hashable, ...
         where = f"output{pytree.keystr(leaves[0][0])}"
         merged.append(_merge_leaf(where, [leaf for _, leaf in leaves], row_ids))
     return pytree.tree_unflatten(merged, spec)
+
+
+def _flatten(result: Any) -> tuple[list[tuple[Any, Any]], pytree.TreeSpec]:
+    try:
+        return pytree.tree_flatten_with_path(result)
+    except ValueError:  # a class that was registered without keys
+        leaves, spec = pytree.tree_flatten(result)
+        return [((), leaf) for leaf in leaves], spec
 
 
 def _merge_leaf(where: str, leaves: Sequence[Any], row_ids: Sequence[tuple[Hashable, ...]]) -> Any:
@@ -130,7 +140,7 @@ def _merge_leaf(where: str, leaves: Sequence[Any], row_ids: Sequence[tuple[Hasha
             return torch.cat(list(leaves))
     elif all(_is_equal(leaf, first) for leaf in leaves):
         return first
-    shapes = {tuple(ids): list(leaf.shape) for leaf, ids in zip(leaves, row_ids, strict=True)}
+    shapes = [list(leaf.shape) for leaf in leaves]
     raise MergeError(
         f"{where} is delivered whole, and cannot be merged: its shapes by request are {shapes}. Give it one shape"
         " beside the rows in dim 0, make it the same in all requests, or return spans for it."
