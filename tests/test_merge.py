@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import spangraph
 from spangraph import (
@@ -238,6 +239,23 @@ def test_what_differs_without_spans_is_refused(make: Callable[[Tensor], Any], me
     run = compiled(plain(lambda self, x: make(x)), "inline", "opaque")
     with pytest.raises(MergeError, match=message):
         run.run_each([(torch.ones(1, 3),), (torch.ones(1, 4) * 2,)])
+
+
+class Keyless:
+    """A class that pytree knows no key paths of."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+pytree.register_pytree_node(Keyless, lambda out: ([out.y], None), lambda leaves, _: Keyless(*leaves))
+
+
+def test_outputs_of_a_class_without_key_paths_are_merged() -> None:
+    run, x = compiled(plain(lambda self, x: Keyless(x * 2)), "inline", "opaque"), torch.randn(3, 2)
+    merged = run.run_each([(row[None],) for row in x])
+    assert isinstance(merged, Keyless)
+    assert torch.equal(merged.y, x * 2)
 
 
 def test_what_is_equal_in_all_requests_is_there_once() -> None:
