@@ -140,7 +140,7 @@ def test_a_step_may_be_given_up_while_its_check_runs(on: str, end: Callable[[Ste
     check = Gated()
     run = compiled_counter(on, check, depth=1)
     step = run.launch(X, rows=["a", "b"])
-    readers = [started(step.result) for _ in range(2)]
+    readers = [started(step.wait), started(step.result)]
     assert check.entered.wait(PATIENCE)
     until(lambda: waiters(run._ring) == 1)
     end(step)
@@ -150,6 +150,28 @@ def test_a_step_may_be_given_up_while_its_check_runs(on: str, end: Callable[[Ste
             reader.result(PATIENCE)
     assert check.calls == 1
     assert list(run(X, rows=["a", "b"])["audio"]) == ["a"]
+
+
+def test_a_check_that_raised_is_not_run_again_for_a_step_that_was_given_up() -> None:
+    gated = Gated()
+
+    def check(rows: Mapping[Any, Mapping[str, Any]]) -> StopCheck:
+        gated(rows)
+        raise ZeroDivisionError
+
+    run = compiled_counter("simulated", check)
+    step = run.launch(X, rows=["a", "b"])
+    first = started(step.wait)
+    assert gated.entered.wait(PATIENCE)
+    second = started(step.wait)
+    until(lambda: waiters(run._ring) == 1)
+    step.cancel()
+    gated.gate.set()
+    with pytest.raises(ZeroDivisionError):
+        first.result(PATIENCE)
+    with pytest.raises(StaleStepError, match="was given up"):
+        second.result(PATIENCE)
+    assert gated.calls == 1
 
 
 @BACKENDS
@@ -199,6 +221,32 @@ def test_a_check_may_read_other_steps(on: str) -> None:
     steps += [run.launch(torch.full((1, 2), 5.0 + i), rows=[i]) for i in range(3)]
     assert steps[2].stops == {2}
     assert order == [(0, 0), (1, 5), (2, 11)]
+
+
+def test_a_check_waits_for_a_slow_step_though_others_wait_for_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold nothing that the check needs, so that it is late, but stuck nowhere."""
+    monkeypatch.setattr("spangraph.stops._POLL", 1e-3)
+    device, steps, entered = SimulatedDevice(), [], threading.Event()
+
+    def check(rows: Mapping[Any, Mapping[str, Any]]) -> StopCheck:
+        if "first" in rows:
+            entered.set()
+            return StopCheck(["first"] if steps[1].row_values("token").tolist() == [0] else [])
+        return StopCheck()
+
+    run = spangraph.compile(Counter(), backend=device, trace="opaque", depth=2, stop_check=check)
+    run(X[:1])
+    steps.append(run.launch(X[:1], rows=["first"]))
+    device.synchronize()
+    device.hold()
+    steps.append(run.launch(X[:1], rows=["second"]))
+    readers = [started(lambda: steps[0].stops) for _ in range(2)]
+    assert entered.wait(PATIENCE)
+    until(lambda: waiters(run._ring) == 1)
+    time.sleep(0.05)  # many polls
+    assert not any(reader.done() for reader in readers)
+    device.resume()
+    assert [reader.result(PATIENCE) for reader in readers] == [{"first"}] * 2
 
 
 @BACKENDS
