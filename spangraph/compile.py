@@ -260,7 +260,7 @@ class Compiled:
                 differ, or whole tensors in more than dim 0.
             and what `launch` and the waits raise. No step stays leased, and nothing is delivered.
         """
-        return run_each(self.launch, self._ring.depth, requests, rows, wait=wait, timeout=timeout)
+        return run_each(self.launch, requests, rows, wait=wait, timeout=timeout)
 
     def _upload(self, instance: Instance, leaves: Sequence[Tensor]) -> list[Tensor] | None:
         """Copy inputs into the graph's own, in stream order.

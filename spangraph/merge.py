@@ -19,7 +19,6 @@ from spangraph.step import Step
 
 def run_each(
     launch: Callable[..., Step],
-    depth: int,
     requests: Iterable[Sequence[Any] | Mapping[str, Any]],
     rows: Sequence[Hashable] | None,
     *,
@@ -42,8 +41,6 @@ def run_each(
         for i, request in enumerate(requests):
             args, kwargs = _call(i, request)
             while True:
-                if len(in_flight) == depth:
-                    finish()
                 options = {} if in_flight else {"wait": wait, "timeout": timeout}
                 try:
                     step = launch(*args, rows=None, num_rows=None, **options, **kwargs)
