@@ -39,6 +39,8 @@ from spangraph.slots import Copy
 from spangraph.spans import Span, SpannedOutput, from_lengths, from_mask, withhold
 from spangraph.stager import SpanStager
 from spangraph.step import Step
+from spangraph.stops import StopCheck
+from spangraph.streams import Stream, Streams
 from spangraph.tail import Tail
 from spangraph.verify import verify
 from spangraph.walks import Walk
@@ -81,6 +83,9 @@ __all__ = [
     "Step",
     "StepStateError",
     "StepTimeoutError",
+    "StopCheck",
+    "Stream",
+    "Streams",
     "Tail",
     "TraceError",
     "VerificationError",

@@ -8,7 +8,8 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -20,6 +21,7 @@ from spangraph.counts import Counts, Statistics, count_miss
 from spangraph.declare import find_declarations
 from spangraph.errors import ClosedError, DeclarationError, InputError, StaleGraphError
 from spangraph.memory import Memory, measure_compiled
+from spangraph.merge import run_each
 from spangraph.passes.marks import public_names
 from spangraph.passes.nodes import val
 from spangraph.pipeline import Pipeline
@@ -27,6 +29,7 @@ from spangraph.report import Report
 from spangraph.signature import Instance, Signature, SignatureBuilder, run
 from spangraph.slots import Copy, copies_of
 from spangraph.step import Step
+from spangraph.stops import RowValues, StopCheck
 from spangraph.structure import example_args
 from spangraph.tail import StagerCore, refuse_copies
 from spangraph.tracer import refuse_nested
@@ -55,6 +58,7 @@ def compile(
     wait: str = "block",
     generators: Sequence[torch.Generator] = (),
     pipeline: Pipeline | None = None,
+    stop_check: Callable[[RowValues], StopCheck] | None = None,
 ) -> Compiled:
     """Wrap a model with spanned outputs so that its steps run without a host read and its rows are cut afterwards.
 
@@ -96,6 +100,10 @@ def compile(
         wait: how waits wait: `"block"`, `"spin"`, or `"header"` (poll the slot's header).
         generators: device generators that the model draws from, to be registered with its graphs.
         pipeline: the pipeline that the model is a node of, to be checked on its walks.
+        stop_check: a function of a step's row values (row id -> name -> an int, or a tuple of ints; real rows only)
+            that returns a `StopCheck`. It runs on the host, once per step that is read, in the thread that waits for
+            the step first, before anything is delivered; see `Step.stops`. Where it raises, that wait does, and the
+            next one runs it again. It may read other steps, and neither launches nor releases one.
 
     Raises:
         InputError: for an option out of range, a forward whose parameter is called like an option of `launch`, or a
@@ -128,6 +136,7 @@ def compile(
         staging=staging,
         wait=wait,
         generators=tuple(generators),
+        stop_check=stop_check,
     )
 
 
@@ -200,6 +209,7 @@ class Compiled:
         staging: str,
         wait: str,
         generators: tuple[torch.Generator, ...],
+        stop_check: Callable[[RowValues], StopCheck] | None,
     ) -> None:
         for name, value, options in (
             ("trace", trace, ("auto", "export", "opaque")),
@@ -223,7 +233,7 @@ class Compiled:
         self._walk = walk
         self._on_stale = on_stale
         self._backend = resolve_backend(backend)
-        self._core = StagerCore(self._backend, depth=depth, staging=staging, wait=wait)
+        self._core = StagerCore(self._backend, depth=depth, staging=staging, wait=wait, stop_check=stop_check)
         self._ring = self._core.ring
         self._statistics = Statistics()
         self._by_key = GraphCache(self._backend, max_graphs)
@@ -386,6 +396,36 @@ class Compiled:
         """Launch, wait, and return the model's output structure with owned rows in place of spanned tensors."""
         with self.launch(*args, walk=walk, rows=rows, num_rows=num_rows, **kwargs) as step:
             return step._result(own=True)
+
+    def run_each(
+        self,
+        requests: Iterable[Sequence[Any] | Mapping[str, Any]],
+        *,
+        walk: str | None = None,
+        rows: Sequence[Hashable] | None = None,
+        wait: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Run requests one by one, up to `depth` of them in flight, and merge what they return: the same result as one
+        call with the batch of them, also where their padded widths differ.
+
+        Rows are merged, tensors whose dim 0 has a request's number of rows are concatenated along it, and everything
+        else must be equal in all requests.
+
+        Args:
+            requests: each a tuple of the model's inputs, or a mapping of them by name, of one row or more.
+            walk: which of the walks.
+            rows: ids of the rows of all requests, in order, default their positions.
+            wait: wait for room that other steps take, instead of raising `RingFullError`.
+            timeout: seconds that each launch may wait for it.
+
+        Raises:
+            InputError: if there are no requests, or too few or too many row ids.
+            MergeError: if the results cannot be merged: if only some requests return spans, if structures or constants
+                differ, or whole tensors in more than dim 0.
+            and what `launch` and the waits raise. No step stays leased, and nothing is delivered.
+        """
+        return run_each(partial(self.launch, walk=walk), requests, rows, wait=wait, timeout=timeout)
 
     def _upload(
         self, instance: Instance, leaves: Sequence[Tensor], pad_values: Sequence[float | int | bool]

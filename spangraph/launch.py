@@ -42,6 +42,7 @@ class Launch:
     is_dropped: bool = False  # and the ring has taken back what it held
     has_overflowed: bool = False  # some of its copies did not fit
     withheld: set[tuple[int, str | None]] = field(default_factory=set)  # (position, output, or None for all)
+    stops: frozenset[Hashable] | None = None  # row ids; None: its stop check, if there is one, has not run
     readers: list[Any] = field(default_factory=list)  # streams that were current when its rows were asked for
     counted: set[tuple[int, str]] = field(default_factory=set)  # withheld and bad rows, each once per output
     taken: list[tuple[weakref.ref[Tensor], str]] = field(default_factory=list)  # rows and where, while debugging

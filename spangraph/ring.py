@@ -37,6 +37,7 @@ from spangraph.kernels.stage import CONTROL_WORDS
 from spangraph.launch import Launch, not_staged_error, report_taken
 
 if TYPE_CHECKING:
+    from spangraph.stops import StopChecks
     from spangraph.tail import Tail
 
 _logger = logging.getLogger("spangraph")
@@ -87,6 +88,7 @@ class Ring:
         self._cursor_in_doubt = False  # a wait failed, so a staging node may not have run
         self._reserved: Launch | None = None
         self._waiters = 0
+        self.stop_checks: StopChecks | None = None
         self.is_closed = False
 
     # ---- reserve, commit, abort: the three ends of a launch, all under the lock ---------------------------------

@@ -6,7 +6,7 @@ Everything that builds spans works without a host read, and traces. Nothing here
 from __future__ import annotations
 
 import struct
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,14 +99,10 @@ class SpannedOutput:
         for i, part in enumerate(parts):
             _check_rows(i, part)
         merged: dict[str, dict[str, Tensor]] = {}
+        ids = [part.row_ids for part in parts if part.row_ids is not None]
         for kind in ("outputs", "output_spans", "row_values"):
             first = getattr(parts[0], kind)
-            for i, part in enumerate(parts):
-                if set(getattr(part, kind)) != set(first):
-                    raise MergeError(
-                        f"{kind} of part 0 are {sorted(first)}, of part {i} {sorted(getattr(part, kind))}: merged parts"
-                        " need the same names. Merge requests of one kind, or return spans from all of them."
-                    )
+            refuse_mixed(kind, [getattr(part, kind) for part in parts], ids if len(ids) == len(parts) else None)
             merged[kind] = {name: _concatenate(kind, name, [getattr(p, kind)[name] for p in parts]) for name in first}
         have_ids = [i for i, part in enumerate(parts) if part.row_ids is not None]
         row_ids: tuple[Hashable, ...] | None = None
@@ -117,6 +113,32 @@ class SpannedOutput:
             if len(set(row_ids)) != len(row_ids):
                 raise MergeError(f"row_ids {list(row_ids)} hold one id twice: every row needs its own.")
         return SpannedOutput(merged["outputs"], merged["output_spans"], merged["row_values"], row_ids)
+
+
+_RETURNED = {"outputs": "outputs", "output_spans": "spans for", "row_values": "row values"}
+
+
+def refuse_mixed(kind: str, names: Sequence[Iterable[str]], ids: Sequence[Sequence[Hashable]] | None) -> None:
+    """Requests that return different names cannot be merged.
+
+    Args:
+        kind: the field of `SpannedOutput` that these are names of.
+        names: per request.
+        ids: row ids per request; None counts the requests.
+
+    Raises:
+        MergeError: with every group of requests that return the same.
+    """
+    groups: dict[tuple[str, ...], list[Hashable]] = {}
+    for i, found in enumerate(names):
+        groups.setdefault(tuple(sorted(found)), []).extend([i] if ids is None else ids[i])
+    if len(groups) > 1:
+        who, what = "parts" if ids is None else "requests", _RETURNED[kind]
+        said = [
+            f"{who} {group} return {f'{what} {list(found)}' if found else 'no ' + what.removesuffix(' for')}"
+            for found, group in groups.items()
+        ]
+        raise MergeError(f"{', '.join(said)}: merge requests of one kind, or let all of them return the same names.")
 
 
 def _check_rows(index: int, part: SpannedOutput) -> None:

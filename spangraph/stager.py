@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -19,6 +19,7 @@ from spangraph.memory import Memory, measure_stager
 from spangraph.rows import Cut
 from spangraph.slots import Copy, copies_of
 from spangraph.spans import Span, SpannedOutput
+from spangraph.stops import RowValues, StopCheck
 from spangraph.tail import StagerCore, Tail, make_cut, refuse_copies
 
 
@@ -44,6 +45,7 @@ class SpanStager:
         staging: `"kernel"`, or `"copy"` for the plain async copy, whose destination is baked in: depth 1, or one
             graph per slot (`stage(slot=...)`).
         wait: how waits wait: `"block"`, `"spin"`, or `"header"` (poll the header; where its order is proven).
+        stop_check: see `spangraph.compile`.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class SpanStager:
         device: Backend | torch.device | str | None = None,
         staging: str = "kernel",
         wait: str = "block",
+        stop_check: Callable[[RowValues], StopCheck] | None = None,
     ) -> None:
         spans = dict(spans) if isinstance(spans, Mapping) else {name: Span() for name in spans}
         for name, span in spans.items():
@@ -74,7 +77,7 @@ class SpanStager:
         if clash := sorted(set(self._declared) & set(self._values)):
             raise DeclarationError(f"{clash} name both spanned outputs and row values: use different names.")
         self.backend = resolve_backend(device)
-        self._core = StagerCore(self.backend, depth=depth, staging=staging, wait=wait)
+        self._core = StagerCore(self.backend, depth=depth, staging=staging, wait=wait, stop_check=stop_check)
         widths = {name: span.words_per_row for name, span in self._declared.items()} | self._values
         asked = copies_of(copies)
         refuse_copies(asked, staging)

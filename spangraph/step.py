@@ -55,7 +55,7 @@ class Step:
         return self._launch.is_released
 
     def wait(self, timeout: float | None = None) -> Step:
-        """Wait until the step is done and its spans are on the host.
+        """Wait until the step is done, its spans are on the host, and its stop check, if there is one, has run.
 
         Args:
             timeout: seconds; None waits for ever.
@@ -64,13 +64,29 @@ class Step:
             StepTimeoutError: after `timeout`; the step stays open and can be waited for again.
             StagingError: if the step's slot does not hold this step.
             StaleStepError: after the step's release, also by another thread meanwhile.
+            StepStateError: inside a stop check that would wait for itself.
+            and what the stop check raises.
         """
         if not self._launch.is_released:
             with self._ring.backend.range("spangraph.wait"):
-                self._ring.wait(self._launch, timeout)
+                if (checks := self._ring.stop_checks) is None:
+                    self._ring.wait(self._launch, timeout)
+                else:
+                    checks.wait(self._ring, self._launch, timeout)
         if self._launch.is_released:
             raise self._launch.error or stale_error(self._launch)
         return self
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Names of the step's spanned outputs."""
+        return self._launch.tail.cut_names
+
+    @property
+    def stops(self) -> frozenset[Hashable]:
+        """Wait, then the ids of the rows that the stop check has ended; none without a stop check."""
+        self.wait()
+        return self._launch.stops or frozenset()
 
     def rows(self, name: str | None = None) -> Rows:
         """Wait, then cut one spanned output.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from spangraph.rows import Cut
 from spangraph.slots import ALIGNMENT, COPIES, Copy, CopySlots, Layout, SlotBuffer
 from spangraph.spans import Span
 from spangraph.step import Step
+from spangraph.stops import RowValues, StopCheck, StopChecks
 
 
 class Tail:
@@ -178,11 +179,6 @@ class Tail:
         inputs = {storage.data_ptr() for _, ref, _ in self._inputs if (storage := ref()) is not None}
         return [output for output in outputs if output.untyped_storage().data_ptr() not in inputs]
 
-    @property
-    def cut_names(self) -> list[str]:
-        """Names of the spanned outputs."""
-        return list(self._cuts)
-
     def cut(self, name: str | None) -> Cut:
         """The cut called `name`; the only one if None.
 
@@ -199,6 +195,11 @@ class Tail:
             )
         return self._cuts[name]
 
+    @property
+    def cut_names(self) -> tuple[str, ...]:
+        """Names of the spanned outputs."""
+        return tuple(self._cuts)
+
     def value(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Column and per-row shape of the row value called `name`.
 
@@ -208,6 +209,15 @@ class Tail:
         if name not in self._values:
             raise RowLookupError(f"no row value {name!r}; this step has {sorted(self._values)}.")
         return self._values[name]
+
+    def all_values(self, launch: Launch) -> dict[str, list[Any]]:
+        """Name -> row value per real row: an int, or a tuple of ints where a row has several."""
+        found: dict[str, list[Any]] = {}
+        for name, (column, shape) in self._values.items():
+            words = self.column(launch, column).tolist()
+            width = self.columns[column]
+            found[name] = [tuple(words[i : i + width]) for i in range(0, len(words), width)] if shape else words
+        return found
 
     def check_rows(
         self, rows: Sequence[Hashable] | None, num_rows: int | None, batch: int | None = None
@@ -285,7 +295,15 @@ class Tail:
 class StagerCore:
     """Ring, buffers and tails: what `SpanStager` and `compile` share."""
 
-    def __init__(self, backend: Backend, *, depth: int, staging: str = "kernel", wait: str = "block") -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        depth: int,
+        staging: str = "kernel",
+        wait: str = "block",
+        stop_check: Callable[[RowValues], StopCheck] | None = None,
+    ) -> None:
         if staging not in ("kernel", "copy"):
             raise InputError(f"staging={staging!r}: expected 'kernel' or 'copy'.")
         if staging == "copy" and wait == "header":
@@ -295,6 +313,7 @@ class StagerCore:
         num_slots = depth if staging == "copy" else None
         with backend.guard():
             self.ring = Ring(backend, depth=depth, num_slots=num_slots, wait=wait)
+        self.ring.stop_checks = None if stop_check is None else StopChecks(stop_check)
         self._graph_ids = itertools.count(1)
         self._pool: Any = None
 

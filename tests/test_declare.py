@@ -241,10 +241,10 @@ def test_merge_concatenates_everything() -> None:
     [
         (
             {"outputs": {"audio": torch.ones(1, 5)}},
-            r"outputs of part 0 are \['audio', 'pitch'\], of part 1 \['audio'\]",
+            r"requests \['a'\] return outputs \['audio', 'pitch'\], requests \['c'\] return outputs \['audio'\]",
         ),
-        ({"output_spans": {}}, r"output_spans of part 0 are \['audio'\], of part 1 \[\]"),
-        ({"row_values": {}}, r"row_values of part 0 are \['token'\], of part 1 \[\]"),
+        ({"output_spans": {}}, r"requests \['a'\] return spans for \['audio'\], requests \['c'\] return no spans"),
+        ({"row_values": {}}, r"requests \['a'\] return row values \['token'\], requests \['c'\] return no row values"),
         ({"row_ids": None}, r"only parts \[0\] of 2 carry row_ids"),
         ({"row_ids": ("a",)}, "hold one id twice"),
         (
