@@ -132,7 +132,7 @@ class Compiled:
         if not isinstance(model, nn.Module):
             raise InputError(f"compile() got {type(model).__name__}: expected an nn.Module.")
         for name, value, options in (
-            ("trace", trace, ("auto", "export", "opaque")),
+            ("trace", trace, ("auto", "export", "dynamo", "opaque")),
             ("verify", verify, ("error", "warn", "off")),
         ):
             if value not in options:
@@ -254,8 +254,8 @@ class Compiled:
         fast = None
         if not kwargs and all(type(arg) is Tensor for arg in args):
             fast = tuple([(arg.shape, arg.dtype, arg.device, arg.layout) for arg in args])
-            if (known := self._by_tensors.get(fast)) is not None:
-                return known, args
+            if (known := self._by_tensors.get(fast)) is not None and (current := known.current()) is not None:
+                return current, args
         args, kwargs = normalise_call(self._signature_of, args, kwargs)
         call, tensors = split_call(args, kwargs)
         key: list[Any] = [call.spec]
@@ -265,10 +265,13 @@ class Compiled:
             else:
                 tensor = tensors[leaf]
                 key.append((tensor.shape, tensor.dtype, tensor.device, tensor.layout))
-        signature = self._by_key.get(tuple(key))
+        older = self._by_key.get(tuple(key))
+        signature = older and older.current()
         if signature is None:
             self._check_devices(tensors)
-            signature = self._builder.build(call, tensors)
+            signature = self._builder.build(call, tensors, older)
+            if older is not None:
+                self._by_key[*key, len(older.versions)] = older
             self._by_key[tuple(key)] = signature
         if fast is not None and len(tensors) == len(args):
             self._by_tensors[fast] = signature

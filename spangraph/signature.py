@@ -48,6 +48,7 @@ class Signature:
     Attributes:
         cuts: the model's outputs that are cut, by their index.
         make_result: the step's result in the model's own output structure, owned or not.
+        versions: traces of the same signature under other guards, with this one; one list that they share.
     """
 
     label: str
@@ -58,6 +59,11 @@ class Signature:
     tails: list[Tail] = field(default_factory=list)
     weights: Weights | None = None
     make_result: Callable[[Step, bool], Any] | None = None
+    versions: list[Signature] = field(default_factory=list)
+
+    def current(self) -> Signature | None:
+        """The version whose guards hold, this one if they do."""
+        return self if self.trace.holds() else next((v for v in self.versions if v.trace.holds()), None)
 
 
 @dataclass(frozen=True)
@@ -110,12 +116,17 @@ class SignatureBuilder:
         self._debug = debug_enabled()
         self._pool: Any = None
 
-    def build(self, call: CallSpec, tensors: Sequence[Tensor]) -> Signature:
+    def build(self, call: CallSpec, tensors: Sequence[Tensor], older: Signature | None = None) -> Signature:
         """Trace, plan and capture.
+
+        Args:
+            older: the same signature, if no version of it holds any more.
 
         Raises:
             TraceError, HostReadError, DeclarationError, CaptureError: as `Compiled.launch` says.
         """
+        versions = [] if older is None else older.versions
+        _refuse_recompiles(versions)
         backend, walk, model = self._backend, self._walk, self._model
         inputs = [tensor.to(backend.device) for tensor in tensors]
         # What a trace changes for a while, such as torch's settings, is no business of steps that run on host threads.
@@ -152,11 +163,13 @@ class SignatureBuilder:
             _say_what_is_whole(trace, prepared)
         label = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors) or "no tensors"
         signature = Signature(label, trace, prepared)
-        if trace.tracer == "export" or backend.static:
+        if trace.tracer != "opaque" or backend.static:
             signature.weights = Weights(
                 self._model, addresses=backend.static, literals=trace.literals, probe_all=self._debug
             )
         self._add_instances(signature, inputs)
+        signature.versions = versions
+        versions.append(signature)
         return signature
 
     def _add_instances(self, signature: Signature, inputs: Sequence[Tensor]) -> None:
@@ -409,6 +422,17 @@ class _Uncaptured:
                     " depends on values. Pad it, and declare its extent as a span."
                 )
             static.copy_(fresh)
+
+
+def _refuse_recompiles(versions: Sequence[Signature]) -> None:
+    if versions and len(versions) >= torch._dynamo.config.recompile_limit:
+        failures = dict.fromkeys(version.trace.failure() for version in versions)
+        raise TraceError(
+            f"one signature was traced {len(versions)} times (torch._dynamo.config.recompile_limit), as what the forward"
+            " reads on the host changes all the time; no trace holds now:\n"
+            + "\n".join(f"  {failure}" for failure in failures)
+            + "\nMake it a tensor: a buffer or an input."
+        )
 
 
 def _say_what_is_whole(trace: Trace, prepared: Prepared) -> None:
