@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import re
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.fx.traceback import preserve_node_meta
 from spangraph.backends import preserve_generators
 from spangraph.declare import Declaration, _pick
 from spangraph.errors import HostReadError, TraceError
-from spangraph.export import Forward, export_model, refuse_changes
+from spangraph.export import Forward, export_model
 from spangraph.host_state import HostState
 from spangraph.marking import Marking
 from spangraph.opaque import OpaqueRoot
@@ -155,23 +156,27 @@ def trace_by_dynamo(
         DeclarationError, or whatever the forward raises.
     """
     root = OpaqueRoot(model, call, declarations)
-    _, watch, changes = settle(model, root, tensors, generators)
-    if changes:
-        raise refuse_changes(changes)
+    _, watch, _ = settle(model, root, tensors, generators)
     infos = root.notes[0]
     args, kwargs = call.build(tensors)
     holder = _holder(model)
-    scope = {"self": holder, "args": args, "kwargs": kwargs}
-    with run_mode(inference), torch._dynamo.config.patch(_SETTINGS), _GraphMarking(declarations, emit=True).hooked():
+    with run_mode(inference), warnings.catch_warnings(), torch._dynamo.config.patch(_SETTINGS):
+        warnings.simplefilter("ignore")  # dynamo warns of what breaks a graph
         try:
-            with get_metrics_context(), dynamo_timed("spangraph"):
+            with (
+                _GraphMarking(declarations, emit=True).hooked(),
+                get_metrics_context(),
+                dynamo_timed("spangraph"),
+            ):
                 captured = fullgraph_capture(holder, args, kwargs)
-                guard = Guard(_build_guards(captured, holder, declarations), scope | {"args": (), "kwargs": {}})
-        except TorchDynamoException as error:
+                guard = Guard(_build_guards(captured, holder, declarations), {"self": holder, "args": (), "kwargs": {}})
+        except Exception as error:
             if watch.reads:
                 raise host_read_error(watch.reads) from error
-            breaks = [_described(error), *_find_breaks(holder, args, kwargs)]
-            lines = "\n".join(f"  {line}" for line in dict.fromkeys(filter(None, breaks)))
+            if not isinstance(error, TorchDynamoException):
+                raise TraceError(f"dynamo failed: {type(error).__name__}: {_first_lines(error, 1)}") from error
+            breaks = [_break(error), *_find_breaks(holder, args, kwargs)]
+            lines = "\n".join(f"  {line}" for line in dict.fromkeys(breaks))
             raise TraceError(f"dynamo breaks the graph of the forward:\n{lines}") from None
     trace = export_model(model, call, tensors, declarations, inference=inference, forward=_run(captured, holder, infos))
     trace.tracer, trace.guard = "dynamo", guard
@@ -252,14 +257,18 @@ def _marks_in(gm: fx.GraphModule) -> Iterator[fx.Node]:
                 yield from _marks_in(inner)
 
 
-def _described(error: BaseException) -> str:
-    reason = str(getattr(error, "msg", None) or error).strip().splitlines()[0]
-    return _at(getattr(error, "real_stack", None) or [], reason)
+def _break(error: TorchDynamoException) -> str:
+    return _at(getattr(error, "real_stack", None) or [], getattr(error, "msg", error))
 
 
-def _at(stack: Sequence[Any], reason: str) -> str:
+def _at(stack: Sequence[Any], reason: object) -> str:
     place = next((f"{f.filename}:{f.lineno}" for f in reversed(stack) if is_user_file(f.filename)), "unknown line")
-    return f"{place}: {reason}"
+    return f"{place}: {_first_lines(reason, 2)}"
+
+
+def _first_lines(text: object, count: int) -> str:
+    """What went wrong and, in a second line, why."""
+    return " ".join(line.strip().removeprefix("Explanation: ") for line in str(text).strip().splitlines()[:count])
 
 
 def _find_breaks(holder: nn.Module, args: Any, kwargs: Any) -> list[str]:
@@ -273,7 +282,7 @@ def _find_breaks(holder: nn.Module, args: Any, kwargs: Any) -> list[str]:
     def note(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
         reason = getattr(gm, "compile_subgraph_reason", None)
         if reason is not None and reason.graph_break:
-            found.append(_at(reason.user_stack, reason.reason.strip().splitlines()[0]))
+            found.append(_at(reason.user_stack, reason.reason))
         return gm.forward
 
     def own(code: types.CodeType, _: types.CodeType) -> None:

@@ -176,7 +176,10 @@ def export_model(
         if not notes["retry"]:  # else once more, with one literal less
             break
     if notes["changed"]:
-        raise refuse_changes(notes["changed"])
+        raise HostStateError(
+            f"the forward changes {', '.join(notes['changed'])} at every call, which a graph would do once, at its"
+            " trace: keep such state in registered buffers, and update them in place."
+        )
     gm.graph.set_codegen(CodeGen())  # inputs and outputs are flat: no pytree at each call
     gm = erase_dead_nodes(gm)
     gm._forward_pre_hooks.clear()  # shape checks: the caller's signature is one already
@@ -187,13 +190,6 @@ def export_model(
     touched = {roots[target] for node in gm.graph.nodes for target in written(node)}
     trace.writes_inputs = [i for i, node in enumerate(inputs) if node in touched]
     return trace
-
-
-def refuse_changes(labels: Sequence[str]) -> HostStateError:
-    return HostStateError(
-        f"the forward changes {', '.join(labels)} at every call, which a graph would do once, at its trace: keep such"
-        " state in registered buffers, and update them in place."
-    )
 
 
 def _export(root: _Root, tensors: Sequence[Tensor], inference: bool) -> fx.GraphModule:
