@@ -143,14 +143,13 @@ class Compiled:
                 f"the model's forward has parameters {clash}, which launch() takes itself: wrap the model in one whose"
                 " forward names them otherwise."
             )
-        if backend is None:
-            backend = next((p.device for p in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+        device = next((p.device for p in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
         if copies:
             _check_names(model, walk, copies)
             refuse_copies(copies, staging)
         self._model = model
         self._walk = walk
-        self._backend = resolve_backend(backend)
+        self._backend = resolve_backend(device if backend is None else backend, device)
         self._core = StagerCore(self._backend, depth=depth, staging=staging, wait=wait)
         self._ring = self._core.ring
         self._builder = SignatureBuilder(
@@ -298,9 +297,10 @@ class Compiled:
         for signature in list(self._by_key.values()):
             trace, prepared = signature.trace, signature.prepared
             captured = "" if not self._backend.static else ", captured" if trace.captures else ", uncaptured"
+            compiled = f", compiled by {trace.compiler}" if trace.compiler else ""
             lines.append(f"  signature ({signature.label})")
             lines.append(
-                f"    trace: {trace.tracer}{captured}, {len(prepared.gm.graph.nodes)} nodes,"
+                f"    trace: {trace.tracer}{compiled}{captured}, {len(prepared.gm.graph.nodes)} nodes,"
                 f" {len(signature.instances)} instance(s)"
             )
             if trace.reason:

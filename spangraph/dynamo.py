@@ -22,12 +22,11 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
-from torch._guards import TracingContext, tracing
 from torch.fx.traceback import preserve_node_meta
 
 from spangraph.backends import preserve_generators
 from spangraph.declare import Declaration, _pick
-from spangraph.errors import HostReadError, TraceError
+from spangraph.errors import TraceError
 from spangraph.export import Forward, export_model
 from spangraph.host_state import HostState
 from spangraph.marking import Marking
@@ -54,7 +53,7 @@ _SETTINGS: dict[str, Any] = {
 
 _MARKS = (torch.ops.spangraph.mark.default, torch.ops.spangraph.mark_value.default)
 
-# What a guard is not about. Tensors: `weights` watches those of the model, at a cost that does not grow with it. Inputs:
+# What a guard is not about. Tensors: `weights` watches those of the model, at a cost that does not grow. Inputs:
 # the signature says what they are. Modes: those of the trace are entered at each launch. Functions, classes, imports,
 # and what torch keeps in a module, such as hooks.
 _OTHER_GUARDS = {

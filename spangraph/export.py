@@ -30,7 +30,6 @@ from spangraph.structure import CallSpec, flatten_output
 from spangraph.trace import HostStateError, Trace, run_mode, trace_of
 from spangraph.watch import Calls, written_by
 
-
 # Called as the model is: what it returns, what its marks mean, and their tensors.
 Forward = Callable[..., tuple[Any, Mapping[tuple[str, str], MarkInfo], list[Tensor]]]
 
@@ -38,9 +37,7 @@ Forward = Callable[..., tuple[Any, Mapping[tuple[str, str], MarkInfo], list[Tens
 class _Root(nn.Module):
     """Flat tensors in, flat tensors out; structure and marks are left in `notes`."""
 
-    def __init__(
-        self, model: nn.Module, call: CallSpec, forward: Forward, notes: dict[str, Any]
-    ) -> None:
+    def __init__(self, model: nn.Module, call: CallSpec, forward: Forward, notes: dict[str, Any]) -> None:
         super().__init__()
         self.model = model
         self._call = call

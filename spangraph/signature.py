@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from spangraph.backends import Backend, Event, Graph, debug_enabled, preserve_generators
+from spangraph.compiler import compile_graph
 from spangraph.diagnostics import Diagnostic
-from spangraph.errors import DeclarationError, HostReadError, TraceError
+from spangraph.errors import DeclarationError, HostReadError, InputError, TraceError
 from spangraph.passes import Copied, Prepared, insert_staging_node, prepare_graph
 from spangraph.passes.marks import Mark, public_names
 from spangraph.passes.nodes import val
@@ -23,7 +25,7 @@ from spangraph.step import Step
 from spangraph.structure import CallSpec, Constant
 from spangraph.tail import StagerCore, Tail, make_cut
 from spangraph.trace import Trace
-from spangraph.tracer import locate_reads, retrace_uncaptured, trace_model
+from spangraph.tracer import TRACE_LOCK, locate_reads, retrace_uncaptured, trace_model
 from spangraph.watch import Watch
 from spangraph.weights import Weights
 
@@ -109,6 +111,11 @@ class SignatureBuilder:
         self._walk = walk
         self.core = core
         self._backend = core.backend
+        if trace == "opaque" and self._backend.compiler is not None:
+            raise InputError(
+                f"trace='opaque' and backend {self._backend.compiler!r}: an opaque trace is the model itself, which no"
+                " compiler sees. Use trace='export' or 'dynamo', or a device as the backend."
+            )
         self._tracer = trace
         self._verify = verify
         self._copies = copies
@@ -147,6 +154,8 @@ class SignatureBuilder:
                 raise locate_reads(model, walk, call, inputs, error) from None
             trace = retrace_uncaptured(model, walk, call, inputs, error, warn=self._verify == "warn")
             prepared = prepare_graph(trace.gm, trace.infos, trace.leaf_names, reads=True)
+        if backend.compiler is not None:
+            prepared = self._compile(prepared, trace, inputs)
         if trace.reason:
             _logger.info("traced opaquely: %s", trace.reason)
         if trace.rebinds and backend.static and trace.captures:
@@ -154,9 +163,10 @@ class SignatureBuilder:
                 f"the forward changes {', '.join(trace.rebinds)} at every call, which a replay cannot repeat: keep such"
                 " state in registered buffers, and update them in place (copy_, add_)."
             )
-        if trace.writes_inputs and backend.static:
+        if trace.writes_inputs and (backend.static or trace.compiler):
+            what = "a replay" if backend.static else "compiled code"
             raise TraceError(
-                f"the forward writes its tensor inputs {list(trace.writes_inputs)} in place, but a replay has copies of"
+                f"the forward writes its tensor inputs {list(trace.writes_inputs)} in place, but {what} has copies of"
                 " its own: clone() them first, or keep what must change in registered buffers."
             )
         if trace.tracer == "opaque" and prepared.marks:
@@ -171,6 +181,21 @@ class SignatureBuilder:
         signature.versions = versions
         versions.append(signature)
         return signature
+
+    def _compile(self, prepared: Prepared, trace: Trace, inputs: Sequence[Tensor]) -> Prepared:
+        backend = self._backend
+        assert backend.compiler is not None, "the caller checked"
+        if trace.tracer == "opaque":
+            warnings.warn(
+                f"backend {backend.compiler!r} cannot compile an opaque trace, so the model runs uncompiled. It is"
+                f" opaque because: {trace.reason}",
+                stacklevel=2,
+            )
+            return prepared
+        with TRACE_LOCK, backend.guard():
+            prepared = compile_graph(prepared, trace, inputs, backend.compiler)
+        trace.captures &= backend.captures_compiled
+        return prepared
 
     def _add_instances(self, signature: Signature, inputs: Sequence[Tensor]) -> None:
         """Plan the slots and capture: all instances or none."""
@@ -311,6 +336,7 @@ class SignatureBuilder:
             backend.synchronize()
             stack.enter_context(preserve_generators(backend.device, self._generators))
             stack.enter_context(Watch(self._model))
+            stack.enter_context(_preserve(trace.written))
             if share and self._pool is None:
                 self._pool = backend.new_pool()
             for instance in instances:
@@ -424,12 +450,24 @@ class _Uncaptured:
             static.copy_(fresh)
 
 
+@contextlib.contextmanager
+def _preserve(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Put tensors back to what they hold."""
+    saved = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, saved, strict=True):
+                tensor.copy_(value)
+
+
 def _refuse_recompiles(versions: Sequence[Signature]) -> None:
     if versions and len(versions) >= torch._dynamo.config.recompile_limit:
         failures = dict.fromkeys(version.trace.failure() for version in versions)
         raise TraceError(
-            f"one signature was traced {len(versions)} times (torch._dynamo.config.recompile_limit), as what the forward"
-            " reads on the host changes all the time; no trace holds now:\n"
+            f"one signature was traced {len(versions)} times (torch._dynamo.config.recompile_limit): what the forward"
+            " reads on the host changes all the time. No trace holds now:\n"
             + "\n".join(f"  {failure}" for failure in failures)
             + "\nMake it a tensor: a buffer or an input."
         )

@@ -54,7 +54,10 @@ class Trace:
         literals: 0-d integer buffers that the graph holds as numbers.
         paths: key path of each output leaf.
         guard: for a trace by dynamo: when the model must be traced again.
-        captures: whether the graph may be captured (false for forwards with host reads under `verify="warn"`).
+        captures: whether the graph may be captured (false for forwards with host reads under `verify="warn"`, and for
+            what a backend cannot record).
+        compiler: the `torch.compile` backend that has compiled the graph up to its tail.
+        written: tensors of the model that the compiled code writes, which no dispatch mode sees.
         diagnostics: what was found on the way.
     """
 
@@ -73,6 +76,8 @@ class Trace:
     literals: Sequence[tuple[dict[str, Tensor | None], str, int]] = ()
     paths: Sequence[Any] = ()
     guard: Guard | None = None
+    compiler: str = ""
+    written: Sequence[Tensor] = ()
     diagnostics: list[Diagnostic] = field(default_factory=list)
 
     def holds(self) -> bool:
