@@ -61,9 +61,11 @@ def compile(
             outputs are copied (spans and row values are, too).
         copies: how long rows live, and where: declared name -> `"view"` (the default: until the step's release, in the
             graph's output), `"device"`, `"host"`, or a `Copy`. It holds for all outputs that are cut by that name.
-        trace: `"export"`, `"opaque"` (the model is one leaf of the graph), or `"auto"`: export, else opaque, with the
-            reason in `explain()`.
-        backend: a device or a backend; default the device of the model's parameters. On CPU, steps run inline.
+        trace: `"export"`, `"dynamo"` (in one graph; when an attribute or global that the forward has read changes, the
+            model is traced again, and both graphs are kept), `"opaque"` (the model is one leaf of the graph), or
+            `"auto"`: export, else opaque, with the reason in `explain()`.
+        backend: a device, a backend, or the name of a `torch.compile` backend, such as `"inductor"`, which compiles
+            graphs up to their tail; default the device of the model's parameters. On CPU, steps run inline.
         verify: what to do about host reads that stay in the graph: `"error"` refuses them with file:line, `"warn"`
             runs the model uncaptured, `"off"` does so silently. The same for conflicts in `pipeline`. Warnings, as of
             padding that may leak, are in `explain()`; `spangraph.verify` checks more.
@@ -73,8 +75,8 @@ def compile(
         pipeline: the pipeline that the model is a node of, to be checked on this walk.
 
     Raises:
-        InputError: for an option out of range, a forward whose parameter is called like an option of `launch`, or a
-            pipeline that the model is no node of.
+        InputError: for an option out of range, a `torch.compile` backend that captures CUDA graphs itself, a forward
+            whose parameter is called like an option of `launch`, or a pipeline that the model is no node of.
         DeclarationError: for copies of what the model does not declare, or that do not fit a float output.
         VerificationError: for speculation conflicts in the pipeline, all of them.
     """

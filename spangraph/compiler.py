@@ -27,10 +27,10 @@ def check_compiler(name: str) -> None:
     """
     import torch._dynamo
 
-    names = torch._dynamo.list_backends(exclude_tags=())
-    if name not in names:
+    if name not in torch._dynamo.list_backends(exclude_tags=()):
         raise InputError(
-            f"backend {name!r} is neither a device (cpu, cuda) nor a backend of torch.compile ({', '.join(names)})."
+            f"backend {name!r} is neither a device (cpu, cuda) nor a backend of torch.compile"
+            f" ({', '.join(torch._dynamo.list_backends())})."
         )
     reason = ""
     if name == "cudagraphs" or "cudagraphs" in getattr(torch._dynamo.lookup_backend(name), "_tags", ()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import re
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture, register_bytecode_hook
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
@@ -39,8 +41,7 @@ from spangraph.structure import CallSpec
 from spangraph.trace import Trace, run_mode
 from spangraph.watch import settle
 
-# All sizes and numbers are constants of a signature; a number that is read from a tensor is refused by a pass, with
-# its line.
+# Sizes and numbers are constants of a signature; a number that is read from a tensor is refused by a pass, with its line.
 _SETTINGS: dict[str, Any] = {
     "allow_rnn": True,
     "assume_static_by_default": True,
@@ -92,7 +93,8 @@ class Guard:
 
     def failure(self) -> str:
         """What is not as it was."""
-        return "; ".join(self._manager.check_verbose(self._scope).verbose_code_parts)
+        parts = self._manager.check_verbose(self._scope).verbose_code_parts
+        return "; ".join(" ".join(part.split()) for part in parts)
 
 
 class _GraphMarking(Marking):
@@ -135,6 +137,10 @@ class _Interpreter(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in _MARKS:
             self.marked += [arg for arg in args if isinstance(arg, Tensor)]
+        if target is torch.ops.higher_order.tag_activation_checkpoint:  # nothing is recomputed without gradients
+            inner = _Interpreter(args[0])
+            inner.marked = self.marked
+            return inner.run(*args[1:])
         return super().call_function(target, args, kwargs)
 
 
@@ -190,7 +196,7 @@ def _holder(model: nn.Module) -> nn.Module:
         return self.model(*args, **kwargs)
 
     own = types.FunctionType(forward.__code__, {"__builtins__": builtins, "__name__": __name__}, "forward")
-    holder = type("Holder", (nn.Module,), {"forward": own})()
+    holder: nn.Module = type("Holder", (nn.Module,), {"forward": own})()
     holder.add_module("model", model)
     holder.training = model.training
     return holder
@@ -218,8 +224,8 @@ def _run(captured: CaptureOutput, holder: nn.Module, infos: Mapping[tuple[str, s
     Raises:
         TraceError: if its marks are not those of the run before it.
     """
-    backend_input = captured.backend_input
-    gm = fx.GraphModule({}, fx.Graph()) if backend_input is None else backend_input.graph_module
+    made = captured.backend_input  # None if the forward does nothing with tensors
+    name, gm = ("", fx.GraphModule({}, fx.Graph())) if made is None else (made.backend_id, made.graph_module)
     marks = list(_marks_in(gm))
     found, expected = [node.args[-1] for node in marks], [name for _, name in infos]
     if found != expected:
@@ -227,14 +233,8 @@ def _run(captured: CaptureOutput, holder: nn.Module, infos: Mapping[tuple[str, s
     for node, (key, name) in zip(marks, infos, strict=True):  # a hook does not count its calls
         node.args = (*node.args[:-2], key, name)
     interpreter = _Interpreter(gm)
-    globals_ = type(holder).forward.__globals__
-    if backend_input is None:
-        output = captured.graph_capture_output
-        rewritten: Callable[..., Any] = output.get_runtime_env().forward_callable(
-            "", interpreter.run, extra_globals=globals_
-        )
-    else:
-        rewritten = captured.forward_callable(compiled_fn=interpreter.run, extra_globals=globals_)
+    runtime = captured.graph_capture_output.get_runtime_env()
+    rewritten = runtime.forward_callable(name, interpreter.run, extra_globals=type(holder).forward.__globals__)
 
     def forward(*args: Any, **kwargs: Any) -> tuple[Any, Mapping[tuple[str, str], MarkInfo], list[Tensor]]:
         interpreter.marked.clear()
@@ -267,7 +267,7 @@ def _at(stack: Sequence[Any], reason: object) -> str:
 
 def _first_lines(text: object, count: int) -> str:
     """What went wrong and, in a second line, why."""
-    return " ".join(line.strip().removeprefix("Explanation: ") for line in str(text).strip().splitlines()[:count])
+    return ": ".join(line.strip().removeprefix("Explanation: ") for line in str(text).strip().splitlines()[:count])
 
 
 def _find_breaks(holder: nn.Module, args: Any, kwargs: Any) -> list[str]:
@@ -284,8 +284,10 @@ def _find_breaks(holder: nn.Module, args: Any, kwargs: Any) -> list[str]:
             found.append(_at(reason.user_stack, reason.reason))
         return gm.forward
 
-    def own(code: types.CodeType, _: types.CodeType) -> None:
-        if not _debug_get_cache_entry_list(code):
+    thread = threading.get_ident()
+
+    def own(code: types.CodeType, new_code: types.CodeType) -> None:
+        if threading.get_ident() == thread and not _debug_get_cache_entry_list(code):
             mine.append(code)
 
     state = HostState(holder)

@@ -335,8 +335,8 @@ class SignatureBuilder:
         with backend.guard(), contextlib.ExitStack() as stack:
             backend.synchronize()
             stack.enter_context(preserve_generators(backend.device, self._generators))
+            stack.enter_context(_preserve(trace.written))  # outside the watch, which would undo it
             stack.enter_context(Watch(self._model))
-            stack.enter_context(_preserve(trace.written))
             if share and self._pool is None:
                 self._pool = backend.new_pool()
             for instance in instances:
