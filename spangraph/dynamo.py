@@ -23,6 +23,7 @@ from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture, regist
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.hooks import Hooks
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch.fx.traceback import preserve_node_meta
 
@@ -41,7 +42,7 @@ from spangraph.structure import CallSpec
 from spangraph.trace import Trace, run_mode
 from spangraph.watch import settle
 
-# Sizes and numbers are constants of a signature; a number that is read from a tensor is refused by a pass, with its line.
+# Sizes and numbers are constants of a signature; what is read from a tensor is refused by a pass, with its line.
 _SETTINGS: dict[str, Any] = {
     "allow_rnn": True,
     "assume_static_by_default": True,
@@ -225,7 +226,7 @@ def _run(captured: CaptureOutput, holder: nn.Module, infos: Mapping[tuple[str, s
         TraceError: if its marks are not those of the run before it.
     """
     made = captured.backend_input  # None if the forward does nothing with tensors
-    name, gm = ("", fx.GraphModule({}, fx.Graph())) if made is None else (made.backend_id, made.graph_module)
+    backend_id, gm = ("", fx.GraphModule({}, fx.Graph())) if made is None else (made.backend_id, made.graph_module)
     marks = list(_marks_in(gm))
     found, expected = [node.args[-1] for node in marks], [name for _, name in infos]
     if found != expected:
@@ -234,7 +235,7 @@ def _run(captured: CaptureOutput, holder: nn.Module, infos: Mapping[tuple[str, s
         node.args = (*node.args[:-2], key, name)
     interpreter = _Interpreter(gm)
     runtime = captured.graph_capture_output.get_runtime_env()
-    rewritten = runtime.forward_callable(name, interpreter.run, extra_globals=type(holder).forward.__globals__)
+    rewritten = runtime.forward_callable(backend_id, interpreter.run, extra_globals=type(holder).forward.__globals__)
 
     def forward(*args: Any, **kwargs: Any) -> tuple[Any, Mapping[tuple[str, str], MarkInfo], list[Tensor]]:
         interpreter.marked.clear()
@@ -256,13 +257,11 @@ def _marks_in(gm: fx.GraphModule) -> Iterator[fx.Node]:
                 yield from _marks_in(inner)
 
 
-def _break(error: TorchDynamoException) -> str:
-    return _at(getattr(error, "real_stack", None) or [], getattr(error, "msg", error))
-
-
-def _at(stack: Sequence[Any], reason: object) -> str:
-    place = next((f"{f.filename}:{f.lineno}" for f in reversed(stack) if is_user_file(f.filename)), "unknown line")
-    return f"{place}: {_first_lines(reason, 2)}"
+def _break(error: BaseException) -> str:
+    """Where a graph breaks, at the innermost user frame, and why."""
+    stack = [f for f in getattr(error, "real_stack", None) or [] if is_user_file(f.filename)]
+    place = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "unknown line"
+    return f"{place}: {_first_lines(getattr(error, 'msg', error), 2)}"
 
 
 def _first_lines(text: object, count: int) -> str:
@@ -273,18 +272,17 @@ def _first_lines(text: object, count: int) -> str:
 def _find_breaks(holder: nn.Module, args: Any, kwargs: Any) -> list[str]:
     """Run the model as dynamo does that may break the graph, and note where it does.
 
-    `torch._dynamo.explain` forgets all that the process has compiled; this forgets what it has compiled itself.
+    `torch._dynamo.explain` forgets all that the process has compiled; this forgets what it has compiled itself. It also
+    knows no break that no operator comes before.
     """
     found: list[str] = []
     mine: list[types.CodeType] = []
+    thread, log = threading.get_ident(), InstructionTranslatorBase.log_graph_break
 
-    def note(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        reason = getattr(gm, "compile_subgraph_reason", None)
-        if reason is not None and reason.graph_break:
-            found.append(_at(reason.user_stack, reason.reason))
-        return gm.forward
-
-    thread = threading.get_ident()
+    def note(self: Any, code_options: Any, reason: str, exc: Any) -> None:
+        if threading.get_ident() == thread:
+            found.append(_break(exc))
+        log(self, code_options, reason, exc)
 
     def own(code: types.CodeType, new_code: types.CodeType) -> None:
         if threading.get_ident() == thread and not _debug_get_cache_entry_list(code):
@@ -293,10 +291,12 @@ def _find_breaks(holder: nn.Module, args: Any, kwargs: Any) -> list[str]:
     state = HostState(holder)
     saved = [(tensor, tensor.detach().clone()) for tensor in holder.buffers()]
     hook = register_bytecode_hook(own)
+    InstructionTranslatorBase.log_graph_break = note  # type: ignore[method-assign]
     try:
         with preserve_generators(torch.device("cpu")), contextlib.suppress(Exception):
-            torch._dynamo.optimize(note)(holder)(*args, **kwargs)
+            torch._dynamo.optimize(_run_eagerly)(holder)(*args, **kwargs)
     finally:
+        InstructionTranslatorBase.log_graph_break = log  # type: ignore[method-assign]
         hook.remove()
         state.restore()
         for tensor, value in saved:
@@ -304,3 +304,7 @@ def _find_breaks(holder: nn.Module, args: Any, kwargs: Any) -> list[str]:
         for code in mine:
             reset_code(code)
     return found
+
+
+def _run_eagerly(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    return gm.forward
