@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from spangraph.errors import InputError, TraceError
+from spangraph.host_state import storage_key
 from spangraph.passes import Prepared
 from spangraph.passes.nodes import placeholders, result_nodes, storage_roots, written
 from spangraph.trace import Trace
@@ -50,16 +51,25 @@ def check_compiler(name: str) -> None:
 class _Body(nn.Module):
     """A compiled graph.
 
-    Inputs get the strides that it was compiled for; the tensors of the model, which come first, have them.
+    Inputs get the strides that it was compiled for; the tensors of the model, which come first, have them. Results in
+    memory of either are cloned: a compiler may drop a clone of a buffer that it writes, and return the buffer.
     """
 
     def __init__(self, compiled: Callable[..., Sequence[Tensor]], strides: Sequence[Sequence[int] | None]) -> None:
         super().__init__()
         self._compiled = compiled
         self._strides = strides
+        self._shared: set[int] | None = None
 
     def forward(self, *tensors: Tensor) -> Sequence[Tensor]:
-        return self._compiled(*map(_with_stride, tensors, self._strides))
+        args = [*map(_with_stride, tensors, self._strides)]
+        results = self._compiled(*args)
+        if self._shared is None:  # it is the same at each call
+            memory = set(map(storage_key, args))
+            self._shared = {i for i, result in enumerate(results) if storage_key(result) in memory}
+        if not self._shared:
+            return results
+        return [result.clone() if i in self._shared else result for i, result in enumerate(results)]
 
 
 def _with_stride(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:

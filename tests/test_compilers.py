@@ -172,7 +172,7 @@ def test_staging_is_captured_behind_the_compiled_code(recorder: Recorder, monkey
     calls = [call[0] for call in cuda.calls("capture", "compiled code", "captured", "replay")]
     assert calls == ["compiled code", "capture", "compiled code", "captured", "replay", "replay", "replay"]
     (instance,) = next(iter(run._by_key.values())).instances
-    captured = [op.func for op in instance.graph._graph.captured._ops]  # type: ignore[union-attr]
+    captured = [op.func for op in instance.graph.captured._ops]  # type: ignore[union-attr]
     assert captured[-1] is STAGE
     assert torch.ops.aten.index_copy_.default in captured[:-1]
     assert "trace: export, compiled by" in run.explain()
