@@ -25,7 +25,6 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
-from torch.fx.traceback import preserve_node_meta
 
 from spangraph.backends import preserve_generators
 from spangraph.declare import Declaration, _pick
@@ -72,7 +71,6 @@ _OTHER_GUARDS = {
     "MODULE_MATCH",
     "NOT_PRESENT_IN_GENERIC_DICT",
     "SHAPE_ENV",
-    "TENSOR_MATCH",
     "TORCH_FUNCTION_STATE",
 }
 _OTHER_NAMES = (
@@ -239,9 +237,7 @@ def _run(captured: CaptureOutput, holder: nn.Module, infos: Mapping[tuple[str, s
 
     def forward(*args: Any, **kwargs: Any) -> tuple[Any, Mapping[tuple[str, str], MarkInfo], list[Tensor]]:
         interpreter.marked.clear()
-        with preserve_node_meta():
-            out = rewritten(holder, *args, **kwargs)
-        return out, infos, list(interpreter.marked)
+        return rewritten(holder, *args, **kwargs), infos, list(interpreter.marked)
 
     return forward
 
