@@ -70,8 +70,9 @@ def test_derived_outputs_row_values_and_copies(on: str) -> None:
         return out
 
     run = spangraph.compile(spanned(forward), backend=backend(on, "aot_eager"), copies={"audio": "host"}, depth=2)
+    x, n = batch((3, 5))
     for _ in range(3):
-        x, n = batch((3, 5))
+        x = x + 1
         with run.launch(x, n) as step:
             assert values(step.rows("audio")) == cut(x * 3, [3, 5])
             assert step.row_values("token").tolist() == [30, 50]

@@ -20,11 +20,10 @@ BACKENDS = pytest.mark.parametrize("on", ["inline", "simulated"])
 # ---- the same rows ---------------------------------------------------------------------------------------------------
 
 
-@BACKENDS
 @pytest.mark.parametrize("case", CASES)
-def test_rows_are_those_of_the_eager_output(case: str, on: str) -> None:
+def test_rows_are_those_of_the_eager_output(case: str) -> None:
     model = CASES[case].make().eval()
-    with compiled(model, on, "dynamo", depth=2) as run:
+    with compiled(model, "simulated", "dynamo", depth=2) as run:
         first, second = inputs(), inputs()
         steps = run.launch(*first), run.launch(*second)
         for step, given in zip(steps, (first, second), strict=True):
@@ -39,6 +38,7 @@ def test_the_result_is_that_of_an_export(case: str) -> None:
     model, given = CASES[case].make().eval(), inputs()
     runs = [compiled(model, trace=trace) for trace in ("export", "dynamo")]
     steps = [run.launch(*given) for run in runs]
+    assert_delivers(steps[1], CASES[case].expected(model, *given))
     results = [torch.utils._pytree.tree_flatten(step.result(), is_leaf=_is_rows) for step in steps]
     assert results[0][1] == results[1][1]
     assert [*map(_as_lists, results[0][0])] == [*map(_as_lists, results[1][0])]
@@ -132,8 +132,9 @@ def test_buffers_and_parameters_are_those_of_the_model(on: str) -> None:
 
     model = spanned(forward, count=torch.zeros(()), last=torch.zeros(2))
     run, last = compiled(model, on, "dynamo", depth=2), torch.zeros(2)
+    x, n = batch((3, 5))
     for i in range(1, 5):
-        x, n = batch((3, 5))
+        x = x + 1
         last += x.sum(1)
         assert values(run(x, n)["audio"]) == cut(x * i + last[:, None], [3, 5])
     model.count.fill_(9)
