@@ -457,7 +457,7 @@ def _preserve(tensors: Sequence[Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
+        with torch.inference_mode():  # some may have been made in it
             for tensor, value in zip(tensors, saved, strict=True):
                 tensor.copy_(value)
 
