@@ -83,6 +83,8 @@ class Backend(ABC):
             fresh tensors at every launch.
         ordered_header: whether a header seen by a polling host proves that the spans before it have landed.
         debug: whether what the contract lets die is poisoned.
+        compiler: the backend of `torch.compile` that compiles graphs up to their tail, by its name.
+        captures_compiled: whether a capture records what compiled code does.
     """
 
     name: str
@@ -90,6 +92,8 @@ class Backend(ABC):
     static: bool
     ordered_header: bool = False
     debug: bool = False
+    compiler: str | None = None
+    captures_compiled: bool = True
 
     @abstractmethod
     def pinned(self, *shape: int, writer: str) -> Pinned:
@@ -264,7 +268,8 @@ class InlineBackend(Backend):
     static = False
     ordered_header = True
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(self, device: torch.device | str = "cpu", *, compiler: str | None = None) -> None:
+        self.compiler = checked_compiler(compiler)
         self.device = torch.device(device)
         self.debug = debug_enabled()
 
@@ -313,22 +318,41 @@ class InlineBackend(Backend):
             poison_([*outputs, *memory])
 
 
-def resolve_backend(device: Backend | torch.device | str | None) -> Backend:
-    """The backend for a device: itself, inline for CPU, CUDA graphs for CUDA and ROCm.
+def checked_compiler(name: str | None) -> str | None:
+    """The name of a `torch.compile` backend, or None.
 
     Raises:
-        InputError: for any other device.
+        InputError: for one that is not known, or captures CUDA graphs itself.
+    """
+    if name is not None:
+        from spangraph.compiler import check_compiler  # imports torch._dynamo
+
+        check_compiler(name)
+    return name
+
+
+def resolve_backend(device: Backend | torch.device | str | None, compiles_for: torch.device | None = None) -> Backend:
+    """The backend for a device: itself, inline for CPU, CUDA graphs for CUDA and ROCm.
+
+    Args:
+        compiles_for: where a name of a `torch.compile` backend is taken, too: the device that it compiles for.
+
+    Raises:
+        InputError: for any other device or name.
     """
     if isinstance(device, Backend):
         return device
+    compiler = None
     try:
         resolved = torch.device(device if device is not None else "cpu")
     except (RuntimeError, TypeError) as error:
-        raise InputError(
-            f"backend or device {device!r} is none that torch knows: expected cpu, cuda or a Backend."
-        ) from error
+        if compiles_for is None or not isinstance(device, str):
+            raise InputError(
+                f"backend or device {device!r} is none that torch knows: expected cpu, cuda or a Backend."
+            ) from error
+        resolved, compiler = compiles_for, checked_compiler(device)
     if resolved.type == "cpu":
-        return InlineBackend()
+        return InlineBackend(compiler=compiler)
     if resolved.type == "cuda":
         from spangraph.cuda import CudaBackend
 
@@ -336,7 +360,7 @@ def resolve_backend(device: Backend | torch.device | str | None) -> Backend:
             raise InputError(
                 f"device {resolved}: no GPU is available to torch; use spangraph.testing.SimulatedDevice()."
             )
-        return CudaBackend(resolved)
+        return CudaBackend(resolved, compiler=compiler)
     raise InputError(f"no backend for device {resolved}: expected cpu, cuda or a spangraph Backend.")
 
 

@@ -90,9 +90,11 @@ def compile(
         max_graphs: graphs that may be had at once, over all walks; for one more, those of the signature that was not
             used for longest are dropped, once the device is done. By default there is no limit.
         on_stale: what to do when a parameter or buffer was replaced since the trace: `"error"`, or `"recapture"`.
-        trace: `"export"`, `"opaque"` (the model is one leaf of the graph), or `"auto"`: export, else opaque, with the
-            reason in `explain()`.
-        backend: a device or a backend; default the device of the model's parameters. On CPU, steps run inline.
+        trace: `"export"`, `"dynamo"` (in one graph; when an attribute or global that the forward has read changes, the
+            model is traced again, and both graphs are kept), `"opaque"` (the model is one leaf of the graph), or
+            `"auto"`: export, else opaque, with the reason in `explain()`.
+        backend: a device, a backend, or the name of a `torch.compile` backend, such as `"inductor"`, which compiles
+            graphs up to their tail; default the device of the model's parameters. On CPU, steps run inline.
         verify: what to do about host reads that stay in the graph: `"error"` refuses them with file:line, `"warn"`
             runs the model uncaptured, `"off"` does so silently. The same for conflicts in `pipeline`. Warnings, as of
             padding that may leak, are in `explain()`; `spangraph.verify` checks more.
@@ -106,8 +108,8 @@ def compile(
             next one runs it again. It may read other steps, and neither launches nor releases one.
 
     Raises:
-        InputError: for an option out of range, a forward whose parameter is called like an option of `launch`, or a
-            pipeline that the model is no node of.
+        InputError: for an option out of range, a `torch.compile` backend that captures CUDA graphs itself, a forward
+            whose parameter is called like an option of `launch`, or a pipeline that the model is no node of.
         DeclarationError: for copies of what the model does not declare, or that do not fit a float output.
         VerificationError: for speculation conflicts in the pipeline, all of them.
     """
@@ -212,7 +214,7 @@ class Compiled:
         stop_check: Callable[[RowValues], StopCheck] | None,
     ) -> None:
         for name, value, options in (
-            ("trace", trace, ("auto", "export", "opaque")),
+            ("trace", trace, ("auto", "export", "dynamo", "opaque")),
             ("verify", verify, ("error", "warn", "off")),
             ("on_miss", on_miss, ("eager", "error")),
             ("on_stale", on_stale, ("error", "recapture")),
@@ -227,12 +229,11 @@ class Compiled:
                 f"the model's forward has parameters {clash}, which launch() takes itself: wrap the model in one whose"
                 " forward names them otherwise."
             )
-        if backend is None:
-            backend = next((p.device for p in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+        device = next((p.device for p in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
         self._model = model
         self._walk = walk
         self._on_stale = on_stale
-        self._backend = resolve_backend(backend)
+        self._backend = resolve_backend(device if backend is None else backend, device)
         self._core = StagerCore(self._backend, depth=depth, staging=staging, wait=wait, stop_check=stop_check)
         self._ring = self._core.ring
         self._statistics = Statistics()
@@ -477,10 +478,11 @@ class Compiled:
         for signature in signatures:
             trace, prepared = signature.trace, signature.prepared
             captured = "" if not self._backend.static else ", captured" if trace.captures else ", uncaptured"
+            compiled = f", compiled by {trace.compiler}" if trace.compiler else ""
             of_walk = f" of walk {signature.key[0]!r}" if len(self._walks) > 1 else ""
             lines.append(f"  signature ({signature.label}){of_walk}")
             lines.append(
-                f"    trace: {trace.tracer}{captured}, {len(prepared.gm.graph.nodes)} nodes,"
+                f"    trace: {trace.tracer}{compiled}{captured}, {len(prepared.gm.graph.nodes)} nodes,"
                 f" {len(signature.instances)} instance(s)"
             )
             if trace.reason:

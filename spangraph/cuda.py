@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from spangraph.backends import Backend, Event, Graph, Pinned, debug_enabled, poison_of, writable
+from spangraph.backends import Backend, Event, Graph, Pinned, checked_compiler, debug_enabled, poison_of, writable
 from spangraph.errors import CaptureError, InputError, SpangraphError
 
 T = TypeVar("T")
@@ -120,8 +120,11 @@ class CudaBackend(Backend):
     # Of the process: a launch, or an event query even by another thread, breaks a capture.
     _gate = _CaptureGate()
 
-    def __init__(self, device: torch.device | str = "cuda", *, cuda: Any = torch.cuda) -> None:
+    def __init__(
+        self, device: torch.device | str = "cuda", *, cuda: Any = torch.cuda, compiler: str | None = None
+    ) -> None:
         self._cuda = cuda
+        self.compiler = checked_compiler(compiler)
         self._nvtx: Any = cuda.nvtx
         try:
             self._nvtx.mark("spangraph")

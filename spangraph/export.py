@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO, cast
 
 import torch
@@ -24,22 +24,24 @@ from spangraph.errors import SpangraphError, TraceError
 from spangraph.host_state import Change, HostState, storage_key
 from spangraph.marking import Marking, check_marked, marked_tensors
 from spangraph.passes.host_reads import erase_dead_nodes
+from spangraph.passes.marks import MarkInfo
 from spangraph.passes.nodes import is_user_file, placeholders, storage_roots, written
 from spangraph.structure import CallSpec, flatten_output
 from spangraph.trace import HostStateError, Trace, run_mode, trace_of
 from spangraph.watch import Calls, written_by
 
+# Called as the model is: what it returns, what its marks mean, and their tensors.
+Forward = Callable[..., tuple[Any, Mapping[tuple[str, str], MarkInfo], list[Tensor]]]
+
 
 class _Root(nn.Module):
     """Flat tensors in, flat tensors out; structure and marks are left in `notes`."""
 
-    def __init__(
-        self, model: nn.Module, call: CallSpec, declarations: Sequence[Declaration], notes: dict[str, Any]
-    ) -> None:
+    def __init__(self, model: nn.Module, call: CallSpec, forward: Forward, notes: dict[str, Any]) -> None:
         super().__init__()
         self.model = model
         self._call = call
-        self._declarations = declarations
+        self._forward = forward
         self._notes = notes
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -47,17 +49,27 @@ class _Root(nn.Module):
         with _literal_buffers(self.model, self._notes) as calls:
             before = HostState(self.model)
             try:
-                with Marking(self._declarations, emit=True).hooked() as marking, calls:
-                    out = self.model(*args, **kwargs)
+                with calls:
+                    out, infos, marked = self._forward(*args, **kwargs)
                 leaves, template, paths, spec = flatten_output(out)
                 changes = [c for c in before.changes() if before.is_buffers(c.box) or c.is_state(calls.used)]
             finally:
                 before.restore()
-            delivered = [*leaves, *marked_tensors(marking)]
-            self._notes["changed"] = _repeat_rebinds(before, changes, delivered, self._notes)
-        check_marked(out, marking)
-        self._notes.update(infos=marking.infos, template=template, paths=paths, spec=spec)
+            self._notes["changed"] = _repeat_rebinds(before, changes, [*leaves, *marked], self._notes)
+        self._notes.update(infos=dict(infos), template=template, paths=paths, spec=spec)
         return tuple(leaves)
+
+
+def _hooked(model: nn.Module, declarations: Sequence[Declaration]) -> Forward:
+    """The model's own forward, with hooks that mark what it declares."""
+
+    def forward(*args: Any, **kwargs: Any) -> tuple[Any, Mapping[tuple[str, str], MarkInfo], list[Tensor]]:
+        with Marking(declarations, emit=True).hooked() as marking:
+            out = model(*args, **kwargs)
+        check_marked(out, marking)
+        return out, marking.infos, marked_tensors(marking)
+
+    return forward
 
 
 def _repeat_rebinds(
@@ -133,9 +145,18 @@ def _int_buffers(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str, 
 
 
 def export_model(
-    model: nn.Module, call: CallSpec, tensors: Sequence[Tensor], declarations: Sequence[Declaration], *, inference: bool
+    model: nn.Module,
+    call: CallSpec,
+    tensors: Sequence[Tensor],
+    declarations: Sequence[Declaration],
+    *,
+    inference: bool,
+    forward: Forward | None = None,
 ) -> Trace:
     """Trace by non-strict `torch.export` at static shapes.
+
+    Args:
+        forward: what is traced in place of the model's own forward.
 
     Raises:
         TraceError: if the model does not export; the message says why.
@@ -148,7 +169,7 @@ def export_model(
     notes["identities"] = {(id(buffers), name): id(buffers[name]) for buffers, name, _ in notes["literals"]}
     while True:
         notes["retry"] = False
-        gm = _export(_Root(model, call, declarations, notes), tensors, inference)
+        gm = _export(_Root(model, call, forward or _hooked(model, declarations), notes), tensors, inference)
         if not notes["retry"]:  # else once more, with one literal less
             break
     if notes["changed"]:

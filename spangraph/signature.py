@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from spangraph.backends import Backend, Event, Graph, debug_enabled, preserve_generators
+from spangraph.compiler import compile_graph
 from spangraph.counts import Counts
 from spangraph.diagnostics import Diagnostic
-from spangraph.errors import DeclarationError, HostReadError, TraceError
+from spangraph.errors import DeclarationError, HostReadError, InputError, TraceError
 from spangraph.passes import Copied, Prepared, insert_staging_node, prepare_graph
 from spangraph.passes.marks import Mark, public_names
 from spangraph.passes.nodes import val
@@ -25,7 +27,7 @@ from spangraph.step import Step
 from spangraph.structure import CallSpec, Constant
 from spangraph.tail import StagerCore, Tail, make_cut
 from spangraph.trace import Trace
-from spangraph.tracer import locate_reads, retrace_uncaptured, trace_model
+from spangraph.tracer import TRACE_LOCK, locate_reads, retrace_uncaptured, trace_model
 from spangraph.watch import Watch
 from spangraph.weights import Weights
 
@@ -118,6 +120,11 @@ class SignatureBuilder:
         self._walk = walk
         self.core = core
         self._backend = core.backend
+        if trace == "opaque" and self._backend.compiler is not None:
+            raise InputError(
+                f"trace='opaque' and backend {self._backend.compiler!r}: an opaque trace is the model itself, which no"
+                " compiler sees. Use trace='export' or 'dynamo', or a device as the backend."
+            )
         self._tracer = trace
         self._verify = verify
         self._copies = copies
@@ -163,18 +170,10 @@ class SignatureBuilder:
                 raise locate_reads(model, walk, call, inputs, error) from None
             trace = retrace_uncaptured(model, walk, call, inputs, error, warn=self._verify == "warn")
             prepared = prepare_graph(trace.gm, trace.infos, trace.leaf_names, reads=True)
+        if backend.compiler is not None:
+            prepared = self._compile(prepared, trace, inputs)
         if trace.reason:
             _logger.info("traced opaquely: %s", trace.reason)
-        if trace.rebinds and backend.static and trace.captures:
-            raise TraceError(
-                f"the forward changes {', '.join(trace.rebinds)} at every call, which a replay cannot repeat: keep such"
-                " state in registered buffers, and update them in place (copy_, add_)."
-            )
-        if trace.writes_inputs and backend.static:
-            raise TraceError(
-                f"the forward writes its tensor inputs {list(trace.writes_inputs)} in place, but a replay has copies of"
-                " its own: clone() them first, or keep what must change in registered buffers."
-            )
         if trace.tracer == "opaque" and prepared.marks:
             _say_what_is_whole(trace, prepared)
         return self._signature(trace, prepared, inputs, counts, make_room, batch)
@@ -219,6 +218,7 @@ class SignatureBuilder:
         make_room: Callable[[int], None],
         batch: int | None,
     ) -> Signature:
+        self._refuse_writes(trace)
         label = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in inputs) or "no tensors"
         signature = Signature(label, trace, prepared, counts, batch)
         signature.num_elements = sum(tensor.numel() for tensor in inputs)
@@ -229,6 +229,35 @@ class SignatureBuilder:
             )
         self._add_instances(signature, inputs, make_room)
         return signature
+
+    def _refuse_writes(self, trace: Trace) -> None:
+        backend = self._backend
+        if trace.rebinds and backend.static and trace.captures:
+            raise TraceError(
+                f"the forward changes {', '.join(trace.rebinds)} at every call, which a replay cannot repeat: keep such"
+                " state in registered buffers, and update them in place (copy_, add_)."
+            )
+        if trace.writes_inputs and (backend.static or trace.compiler):
+            what = "a replay" if backend.static else "compiled code"
+            raise TraceError(
+                f"the forward writes its tensor inputs {list(trace.writes_inputs)} in place, but {what} has copies of"
+                " its own: clone() them first, or keep what must change in registered buffers."
+            )
+
+    def _compile(self, prepared: Prepared, trace: Trace, inputs: Sequence[Tensor]) -> Prepared:
+        backend = self._backend
+        assert backend.compiler is not None, "the caller checked"
+        if trace.tracer == "opaque":
+            warnings.warn(
+                f"backend {backend.compiler!r} cannot compile an opaque trace, so the model runs uncompiled. It is"
+                f" opaque because: {trace.reason}",
+                stacklevel=2,
+            )
+            return prepared
+        with TRACE_LOCK, backend.guard():
+            prepared = compile_graph(prepared, trace, inputs, backend.compiler)
+        trace.captures &= backend.captures_compiled
+        return prepared
 
     def _add_instances(self, signature: Signature, inputs: Sequence[Tensor], make_room: Callable[[int], None]) -> None:
         """Plan the slots and capture: all instances or none."""
@@ -376,6 +405,7 @@ class SignatureBuilder:
         with backend.guard(), contextlib.ExitStack() as stack:
             backend.synchronize()
             stack.enter_context(preserve_generators(backend.device, self._generators))
+            stack.enter_context(_preserve(trace.written))  # outside the watch, which would undo it
             stack.enter_context(Watch(self._model))
             pool = self.core.shared_pool() if share else None
             for instance in instances:
@@ -496,6 +526,18 @@ class _Uncaptured:
                     " depends on values. Pad it, and declare its extent as a span."
                 )
             static.copy_(fresh)
+
+
+@contextlib.contextmanager
+def _preserve(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Put tensors back to what they hold."""
+    saved = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.inference_mode():  # some may have been made in it
+            for tensor, value in zip(tensors, saved, strict=True):
+                tensor.copy_(value)
 
 
 def _say_what_is_whole(trace: Trace, prepared: Prepared) -> None:

@@ -29,7 +29,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from spangraph.backends import Backend, Event, Graph, Pinned, poison_, preserve_generators, storage_bytes, writable
+from spangraph.backends import (
+    Backend,
+    Event,
+    Graph,
+    Pinned,
+    checked_compiler,
+    poison_,
+    preserve_generators,
+    storage_bytes,
+    writable,
+)
 from spangraph.errors import CaptureError, InputError
 from spangraph.host_state import storage_key
 from spangraph.tape import COMPACT, STAGE, HostReads, Op, Ref, Tape
@@ -214,8 +224,10 @@ class SimulatedDevice(Backend):
     static = True
     ordered_header = True
     debug = True
+    captures_compiled = False  # operators are recorded, which compiled code does without
 
-    def __init__(self) -> None:
+    def __init__(self, *, compiler: str | None = None) -> None:
+        self.compiler = checked_compiler(compiler)
         self.device = torch.device("cpu")
         self._kernels = _Gate()
         self._copies = _Gate()

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -21,6 +21,18 @@ from spangraph.diagnostics import Diagnostic
 from spangraph.errors import TraceError
 from spangraph.passes.marks import MarkInfo
 from spangraph.structure import Constant, leaf_name, unflattener
+
+
+class Guard(Protocol):
+    """What a trace holds for, beyond its signature."""
+
+    def holds(self) -> bool:
+        """Whether all is as it was at the trace."""
+        ...
+
+    def failure(self) -> str:
+        """What is not."""
+        ...
 
 
 @dataclass
@@ -33,7 +45,7 @@ class Trace:
         out_spec, out_leaves: the model's output structure: for each leaf an index into the graph's outputs, or a
             constant wrapped in `Constant`.
         leaf_names: last path key of each graph output, for telling names on one tensor apart.
-        tracer: `"export"` or `"opaque"`.
+        tracer: `"export"`, `"dynamo"` or `"opaque"`.
         reason: why the trace is opaque, if export was tried.
         inference: whether the graph must run in inference mode, as some of its weights were made in it.
         autocast: device type, whether autocast was on at the trace, and its dtype.
@@ -41,7 +53,11 @@ class Trace:
         writes_inputs: inputs that the forward writes, by index.
         literals: 0-d integer buffers that the graph holds as numbers.
         paths: key path of each output leaf.
-        captures: whether the graph may be captured (false for forwards with host reads under `verify="warn"`).
+        guard: for a trace by dynamo: when the model must be traced again.
+        captures: whether the graph may be captured (false for forwards with host reads under `verify="warn"`, and for
+            what a backend cannot record).
+        compiler: the `torch.compile` backend that has compiled the graph up to its tail.
+        written: tensors of the model that the compiled code writes, which no dispatch mode sees.
         diagnostics: what was found on the way.
     """
 
@@ -59,7 +75,18 @@ class Trace:
     writes_inputs: Sequence[int] = ()
     literals: Sequence[tuple[dict[str, Tensor | None], str, int]] = ()
     paths: Sequence[Any] = ()
+    guard: Guard | None = None
+    compiler: str = ""
+    written: Sequence[Tensor] = ()
     diagnostics: list[Diagnostic] = field(default_factory=list)
+
+    def holds(self) -> bool:
+        """Whether the graph is still the model's, as far as that can change without a trace."""
+        return self.guard is None or self.guard.holds()
+
+    def failure(self) -> str:
+        """Why it does not hold."""
+        return "" if self.guard is None else self.guard.failure()
 
     def unflatten(self, leaves: list[Any]) -> Any:
         """The model's output structure with these leaves."""

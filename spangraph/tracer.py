@@ -72,7 +72,8 @@ def trace_model(
     """Trace `model` for one signature.
 
     Args:
-        tracer: `"export"`, `"opaque"`, or `"auto"`: export, and opaquely where that fails, with the reason recorded.
+        tracer: `"export"`, `"dynamo"`, `"opaque"`, or `"auto"`: export, and opaquely where that fails, with the reason
+            recorded.
         verify: `"error"`, `"warn"` or `"off"`: what to do about host reads.
         generators: what the model draws from; they are left as they are.
 
@@ -92,7 +93,11 @@ def trace_model(
         args, kwargs = call.build(tensors)
         model(*args, **kwargs)
 
-    if tracer != "opaque":
+    if tracer == "dynamo":
+        from spangraph.dynamo import trace_by_dynamo  # imports torch._dynamo
+
+        trace = trace_by_dynamo(model, call, examples, declarations, inference=inference, generators=generators)
+    elif tracer != "opaque":
         try:
             try:
                 trace = export_model(model, call, examples, declarations, inference=inference)

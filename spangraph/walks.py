@@ -14,7 +14,7 @@ from torch import Tensor
 from spangraph.backends import Backend
 from spangraph.buckets import BATCH, Buckets, pad, padded_shape
 from spangraph.counts import Statistics
-from spangraph.errors import InputError
+from spangraph.errors import InputError, TraceError
 from spangraph.signature import Signature, SignatureBuilder
 from spangraph.slots import Copy
 from spangraph.structure import CallSpec, Constant, normalise_call, split_call
@@ -53,18 +53,23 @@ class GraphCache:
     def __init__(self, backend: Backend, max_graphs: int | None) -> None:
         self._backend = backend
         self.max_graphs = max_graphs
-        self._by_key: OrderedDict[Any, Signature] = OrderedDict()
+        self._by_key: OrderedDict[Any, list[Signature]] = OrderedDict()
 
     def get(self, key: Any) -> Signature | None:
-        """The signature, which was used just now."""
-        if (signature := self._by_key.get(key)) is not None:
-            self._by_key.move_to_end(key)
-        return signature
+        """The signature, which was used just now: of its versions the one whose guards hold."""
+        if (versions := self._by_key.get(key)) is None:
+            return None
+        self._by_key.move_to_end(key)
+        return next((version for version in versions if version.trace.holds()), None)
 
     def put(self, key: Any, signature: Signature) -> None:
-        """Keep a signature, for which there is room."""
-        self._by_key[key] = signature
+        """Keep a signature, for which there is room, beside older versions of it."""
+        self._by_key.setdefault(key, []).append(signature)
         signature.key = key
+
+    def versions(self, key: Any) -> Sequence[Signature]:
+        """All versions of a signature, the oldest first."""
+        return self._by_key.get(key, ())
 
     def check_room(self, num_graphs: int) -> None:
         """Whether there can be so many graphs.
@@ -86,18 +91,21 @@ class GraphCache:
         """
         self.check_room(num_graphs)
         while self.max_graphs is not None and len(self) + num_graphs > self.max_graphs:
-            self.drop(next(iter(self._by_key.values())))
+            self.drop(next(iter(self._by_key.values()))[0])
 
     def drop(self, signature: Signature) -> None:
         """Forget a signature, once the device is done with its graphs."""
         self._backend.synchronize()
-        self._by_key.pop(signature.key, None)
+        versions = self._by_key[signature.key]
+        versions.remove(signature)
+        if not versions:
+            del self._by_key[signature.key]
         for counts in signature.counts:
             counts.evictions += 1
 
     def values(self) -> list[Signature]:
-        """All signatures."""
-        return list(self._by_key.values())
+        """All signatures, and all versions of each."""
+        return [signature for versions in list(self._by_key.values()) for signature in versions]
 
     def clear(self) -> None:
         """Forget all."""
@@ -105,7 +113,7 @@ class GraphCache:
 
     def __len__(self) -> int:
         """Number of graphs."""
-        return sum(len(signature.instances) for signature in self._by_key.values())
+        return sum(len(signature.instances) for signature in self.values())
 
 
 @dataclass(eq=False, slots=True)
@@ -166,10 +174,9 @@ class WalkGraphs:
         shapes = None
         if not kwargs and all(type(arg) is Tensor for arg in args):
             shapes = tuple([(arg.shape, arg.dtype, arg.device, arg.layout) for arg in args])
-            if (known := self._known.get(shapes)) is not None and known.cache.get(
-                known.signature.key
-            ) is known.signature:
-                return known, args
+            known = self._known.get(shapes)
+            if known is not None and (signature := known.cache.get(known.signature.key)) is not None:
+                return known if signature is known.signature else replace(known, signature=signature), args
         call, tensors = self._split(args, kwargs)
         found = self._find(call, tensors, why)
         if shapes is not None and len(tensors) == len(args):
@@ -211,6 +218,9 @@ class WalkGraphs:
             key, build = self._capture(call, tensors, fit.bucket)
         if (signature := self._cache.get(key)) is not None:
             return Found(signature, self._cache, batch, elements)
+        if versions := self._cache.versions(key):
+            _refuse_recompiles(versions)
+            why = "guards failed"
         signature = build()
         self._cache.put(key, signature)
         return Found(signature, self._cache, batch, elements, why)
@@ -274,3 +284,14 @@ def _key(call: CallSpec, tensors: Sequence[Tensor], shapes: Sequence[Sequence[in
     places = tuple(isinstance(leaf, Constant) for leaf in call.leaves)
     kinds = tuple((t.dtype, t.device, t.layout) for t in tensors)
     return (call.spec, constants, places, kinds), tuple(map(tuple, shapes))
+
+
+def _refuse_recompiles(versions: Sequence[Signature]) -> None:
+    if versions and len(versions) >= torch._dynamo.config.recompile_limit:
+        failures = dict.fromkeys(version.trace.failure() for version in versions)
+        raise TraceError(
+            f"one signature was traced {len(versions)} times (torch._dynamo.config.recompile_limit): what the forward"
+            " reads on the host changes all the time. No trace holds now:\n"
+            + "\n".join(f"  {failure}" for failure in failures)
+            + "\nMake it a tensor: a buffer or an input."
+        )

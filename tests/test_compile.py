@@ -32,7 +32,7 @@ BACKENDS = pytest.mark.parametrize("on", ["inline", "simulated"])
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"trace": "dynamo"}, InputError, r"trace='dynamo': expected one of \['auto', 'export', 'opaque'\]"),
+        ({"trace": "fx"}, InputError, r"trace='fx': expected one of \['auto', 'export', 'dynamo', 'opaque'\]"),
         ({"verify": "no"}, InputError, r"verify='no': expected one of \['error', 'warn', 'off'\]"),
         ({"staging": "dma"}, InputError, "staging='dma': expected 'kernel' or 'copy'"),
         ({"wait": "poll"}, InputError, "wait='poll': expected 'block', 'spin' or 'header'"),
