@@ -15,6 +15,7 @@ from spangraph.backends import Backend
 from spangraph.buckets import BATCH, Buckets, pad, padded_shape
 from spangraph.counts import Statistics
 from spangraph.errors import InputError, TraceError
+from spangraph.passes.sources import drop_sources
 from spangraph.signature import Signature, SignatureBuilder
 from spangraph.slots import Copy
 from spangraph.structure import CallSpec, Constant, normalise_call, split_call
@@ -244,7 +245,11 @@ class WalkGraphs:
                 inputs = [pad(t, shape, p.value) for t, shape, p in zip(tensors, shapes, padding, strict=True)]
                 batch = dict(zip(self.buckets.names, bucket, strict=True)).get(BATCH)
             counts = self._statistics.of(self.name, label)
-            signature = self._builder.build(call, inputs, counts=counts, batch=batch, make_room=self._cache.make_room)
+            with drop_sources() as kept:
+                signature = self._builder.build(
+                    call, inputs, counts=counts, batch=batch, make_room=self._cache.make_room
+                )
+                kept += [instance.gm for instance in signature.instances]
             signature.pad_values, signature.shapes = [p.value for p in padding or ()], shapes
             for c in counts:
                 c.captures += 1
@@ -259,9 +264,11 @@ class WalkGraphs:
             self._check(tensors)
             counts = self._statistics.of(self.name, "(eager)")
             like = next((s for s in (*self._cache.values(), *self._eager.values()) if s.key[:2] == key[:2]), None)
-            signature = self._builder.build_eager(
-                call, tensors, counts=counts, like=like, make_room=self._eager.make_room
-            )
+            with drop_sources() as kept:
+                signature = self._builder.build_eager(
+                    call, tensors, counts=counts, like=like, make_room=self._eager.make_room
+                )
+                kept += [instance.gm for instance in signature.instances]
             signature.miss = reason
             self._eager.put(key, signature)
         return signature

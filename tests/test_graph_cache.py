@@ -1,11 +1,14 @@
 """Which graphs there are, and when: warm-up, eviction, recapture."""
 
+import gc
+import linecache
 import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.graph_module import _loader
 
 import spangraph
 from spangraph import CaptureError, ClosedError, InputError, StaleGraphError
@@ -185,6 +188,21 @@ def test_memory_of_evicted_graphs_is_given_back() -> None:
         sizes.append((run.memory().pinned, len(run._by_key.values())))
     assert {number for _, number in sizes[4:]} == {4}
     assert max(pinned for pinned, _ in sizes[4:]) <= sizes[4][0] + 4 * 4 * 60 * 2
+
+
+@BACKENDS
+def test_graphs_leave_no_source_texts_behind(on: str) -> None:
+    """torch.fx keeps the text of every graph that was ever compiled; those of graphs that are there are of use."""
+    run = spangraph.compile(Toy(), backend=backend(on), max_graphs=2)
+    for width in range(1, 5):
+        run(torch.randn(2, width), torch.tensor([1, 1]))
+    before = len(_loader.eval_cache)
+    for width in range(5, 15):
+        run(torch.randn(2, width), torch.tensor([1, 1]))
+    gc.collect()
+    assert len(_loader.eval_cache) <= before
+    (name,) = {type(i.gm).forward.__code__.co_filename for i in run._by_key.values()[-1].instances}
+    assert "spangraph.stage" in "".join(linecache.getlines(name))
 
 
 # ---- recapture -------------------------------------------------------------------------------------------------------
