@@ -161,7 +161,7 @@ class WalkGraphs:
         self._cache = cache
         self._eager = GraphCache(builder.core.backend, _MAX_EAGER * builder.core.ring.depth)
         self._on_miss = on_miss
-        self._known: dict[Any, Found] = {}
+        self._known: dict[Any, tuple[GraphCache, Any, int | None, int]] = {}  # no signature, which may be dropped
 
     def find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "not captured"
@@ -175,15 +175,16 @@ class WalkGraphs:
         shapes = None
         if not kwargs and all(type(arg) is Tensor for arg in args):
             shapes = tuple([(arg.shape, arg.dtype, arg.device, arg.layout) for arg in args])
-            known = self._known.get(shapes)
-            if known is not None and (signature := known.cache.get(known.signature.key)) is not None:
-                return known if signature is known.signature else replace(known, signature=signature), args
+            if (known := self._known.get(shapes)) is not None:
+                cache, key, batch, elements = known
+                if (signature := cache.get(key)) is not None:
+                    return Found(signature, cache, batch, elements, signature.miss), args
         call, tensors = self._split(args, kwargs)
         found = self._find(call, tensors, why)
         if shapes is not None and len(tensors) == len(args):
             if len(self._known) >= _MAX_KNOWN_SHAPES:
                 self._known.clear()
-            self._known[shapes] = replace(found, reason=found.signature.miss)
+            self._known[shapes] = found.cache, found.signature.key, found.batch, found.elements
         return found, tensors
 
     def captures(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any, Callable[[], Signature]]]:
