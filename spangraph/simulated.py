@@ -16,6 +16,7 @@ cannot be captured; a capture executes nothing; and each of its parts can be mad
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
@@ -112,6 +113,17 @@ class _Ungated:
     run: Callable[[], object]
 
 
+# Running streams. A thread that is inside of torch when the interpreter ends would abort the process.
+_workers: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Any]] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _stop_workers() -> None:
+    for worker, items in list(_workers.items()):
+        items.put(None)
+        worker.join(timeout=1)  # for ever, if its device is held
+
+
 class SimulatedStream:
     """An in-order queue of work with a thread of its own."""
 
@@ -119,6 +131,7 @@ class SimulatedStream:
         self._queue: queue.SimpleQueue[Callable[[], object] | _Ungated | SimulatedEvent | None] = queue.SimpleQueue()
         worker = threading.Thread(target=_work, args=(self._queue, kernels), daemon=True, name="simulated-stream")
         worker.start()
+        _workers[worker] = self._queue
         weakref.finalize(self, self._queue.put, None)
 
     def enqueue(self, item: Callable[[], object] | _Ungated | SimulatedEvent) -> None:

@@ -1,5 +1,7 @@
 """The simulated device: as asynchronous and as hostile as CUDA, so that a program that is wrong there is wrong here."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -335,3 +337,18 @@ def test_nothing_but_a_wait_waits() -> None:
     engine.launch(Batch.random(), lane=1).release()
     engine.device.resume()
     engine.stager.close()
+
+
+@pytest.mark.parametrize("state", ["busy", "held"])
+def test_the_interpreter_ends_whatever_the_device_does(state: str) -> None:
+    """A thread inside of torch at that moment aborted the process."""
+    script = f"""
+import torch
+from spangraph.testing import SimulatedDevice
+device, a = SimulatedDevice(), torch.randn(300, 300)
+if "{state}" == "held":
+    device.hold()
+device.launch(lambda: [torch.mm(a, a) for _ in range(300)])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
