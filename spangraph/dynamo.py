@@ -25,6 +25,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch.fx.traceback import preserve_node_meta
 
 from spangraph.backends import preserve_generators
 from spangraph.declare import Declaration, _pick
@@ -175,10 +176,11 @@ def trace_by_dynamo(
                 captured = fullgraph_capture(holder, args, kwargs)
                 guard = Guard(_build_guards(captured, holder, declarations), {"self": holder, "args": (), "kwargs": {}})
         except Exception as error:
-            if watch.reads:
-                raise host_read_error(watch.reads) from error
             if not isinstance(error, TorchDynamoException):
                 raise TraceError(f"dynamo failed: {type(error).__name__}: {_first_lines(error, 1)}") from error
+            place = _place(error)
+            if any(read.where == place for read in watch.reads):
+                raise host_read_error(watch.reads) from error
             breaks = [_break(error), *_find_breaks(holder, args, kwargs)]
             lines = "\n".join(f"  {line}" for line in dict.fromkeys(breaks))
             raise TraceError(f"dynamo breaks the graph of the forward:\n{lines}") from None
@@ -237,7 +239,8 @@ def _run(captured: CaptureOutput, holder: nn.Module, infos: Mapping[tuple[str, s
 
     def forward(*args: Any, **kwargs: Any) -> tuple[Any, Mapping[tuple[str, str], MarkInfo], list[Tensor]]:
         interpreter.marked.clear()
-        return rewritten(holder, *args, **kwargs), infos, list(interpreter.marked)
+        with preserve_node_meta():  # so that nodes keep the user's lines
+            return rewritten(holder, *args, **kwargs), infos, list(interpreter.marked)
 
     return forward
 
@@ -253,11 +256,15 @@ def _marks_in(gm: fx.GraphModule) -> Iterator[fx.Node]:
                 yield from _marks_in(inner)
 
 
-def _break(error: BaseException) -> str:
-    """Where a graph breaks, at the innermost user frame, and why."""
+def _place(error: BaseException) -> str:
+    """`"file:line"` of the innermost user frame at which a graph breaks."""
     stack = [f for f in getattr(error, "real_stack", None) or [] if is_user_file(f.filename)]
-    place = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "unknown line"
-    return f"{place}: {_first_lines(getattr(error, 'msg', error), 2)}"
+    return f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "unknown line"
+
+
+def _break(error: BaseException) -> str:
+    """Where a graph breaks, and why."""
+    return f"{_place(error)}: {_first_lines(getattr(error, 'msg', error), 2)}"
 
 
 def _first_lines(text: object, count: int) -> str:
