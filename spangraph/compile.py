@@ -303,7 +303,8 @@ class Compiled:
                 try:
                     instance = signature.instances[signature.tails.index(launch.tail)]
                     if instance.graph is None:
-                        ring.commit(launch, run(signature.trace, instance.gm, _padded(signature, leaves)))
+                        inputs = _padded(signature, leaves) if signature.pad_values else leaves
+                        ring.commit(launch, run(signature.trace, instance.gm, inputs))
                     else:
                         if ring.debug:
                             instance.tail.check_inputs()
@@ -332,7 +333,7 @@ class Compiled:
             except StaleGraphError:
                 if self._on_stale == "error":
                     raise
-                found.cache.drop(found.signature)
+                found.signature.place.cache.drop(found.signature)
                 return graphs.find(args, kwargs, "weights replaced")
         return found, leaves
 
@@ -371,7 +372,7 @@ class Compiled:
             with self._ring.lock:
                 if self._ring.is_closed:
                     raise ClosedError("warmup() of a closed object: compile the model again.")
-                signature = self._by_key.get(key)
+                signature = self._by_key.place(key).current()
                 if signature is None:
                     signature = built[key] = build()
                 if number == 1:
@@ -381,10 +382,10 @@ class Compiled:
                 what = f"{graphs.name}{f', {label}' if label else ''}"
                 print(f"spangraph: captured {number} of {len(wanted)}: {what} ({seconds:.1f} s)", file=sys.stderr)
         with self._ring.lock:
-            new = {key: signature for key, signature in built.items() if self._by_key.get(key) is None}
+            new = {key: signature for key, signature in built.items() if self._by_key.place(key).current() is None}
             self._by_key.make_room(sum(len(signature.instances) for signature in new.values()))
             for key, signature in new.items():  # but for those where a launch was faster
-                self._by_key.put(key, signature)
+                self._by_key.put(self._by_key.place(key), signature)
 
     def __call__(
         self,
@@ -479,7 +480,7 @@ class Compiled:
             trace, prepared = signature.trace, signature.prepared
             captured = "" if not self._backend.static else ", captured" if trace.captures else ", uncaptured"
             compiled = f", compiled by {trace.compiler}" if trace.compiler else ""
-            of_walk = f" of walk {signature.key[0]!r}" if len(self._walks) > 1 else ""
+            of_walk = f" of walk {signature.place.key[0]!r}" if len(self._walks) > 1 else ""
             lines.append(f"  signature ({signature.label}){of_walk}")
             lines.append(
                 f"    trace: {trace.tracer}{compiled}{captured}, {len(prepared.gm.graph.nodes)} nodes,"

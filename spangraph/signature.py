@@ -54,7 +54,7 @@ class Signature:
         batch: rows of its bucket; None where those are not bucketed.
         cuts: the model's outputs that are cut, by their index.
         make_result: the step's result in the model's own output structure, owned or not.
-        key: where it is kept.
+        place: where it is kept.
         num_elements, shapes: of its inputs.
         pad_values: what the padding of each input holds; empty where nothing is padded.
         miss: why its launches are misses; empty for a graph.
@@ -70,7 +70,7 @@ class Signature:
     tails: list[Tail] = field(default_factory=list)
     weights: Weights | None = None
     make_result: Callable[[Step, bool], Any] | None = None
-    key: Any = None
+    place: Any = None
     num_elements: int = 0
     shapes: Sequence[Sequence[int]] = ()
     pad_values: Sequence[float | int | bool] = ()

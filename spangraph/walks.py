@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -20,6 +20,7 @@ from spangraph.signature import Signature, SignatureBuilder
 from spangraph.slots import Copy
 from spangraph.structure import CallSpec, Constant, normalise_call, split_call
 
+_TENSORS = {Tensor}
 # Input shapes whose signature is found without looking at the whole call; forgotten together, so that they stay few.
 _MAX_KNOWN_SHAPES = 1024
 # Graphs' worth of steps that ran eagerly and are kept, as they are: the next one of that shape need not be watched.
@@ -44,33 +45,56 @@ class Walk:
         return replace(common, **{f.name: own for f in fields(self) if (own := getattr(self, f.name)) is not None})
 
 
+class Place:
+    """Where a signature is kept.
+
+    Attributes:
+        versions: its traces under different guards, the oldest first; none once they were dropped.
+        last_used: when, in launches.
+    """
+
+    __slots__ = ("cache", "key", "last_used", "versions")
+
+    def __init__(self, cache: GraphCache, key: Any) -> None:
+        self.cache = cache
+        self.key = key
+        self.versions: list[Signature] = []
+        self.last_used = 0
+
+    def current(self) -> Signature | None:
+        """The version whose guards hold, which is used now."""
+        self.last_used = next(self.cache.clock)
+        for version in self.versions:
+            if version.trace.holds():
+                return version
+        return None
+
+
 class GraphCache:
-    """Signatures of all walks, the least recently used first, with at most so many graphs.
+    """Signatures of all walks, with at most so many graphs.
 
     Args:
         max_graphs: graphs that all signatures together may have; None for any number.
+
+    Attributes:
+        clock: counts what is used.
     """
 
     def __init__(self, backend: Backend, max_graphs: int | None) -> None:
         self._backend = backend
         self.max_graphs = max_graphs
-        self._by_key: OrderedDict[Any, list[Signature]] = OrderedDict()
+        self.clock = itertools.count(1)
+        self._places: dict[Any, Place] = {}
 
-    def get(self, key: Any) -> Signature | None:
-        """The signature, which was used just now: of its versions the one whose guards hold."""
-        if (versions := self._by_key.get(key)) is None:
-            return None
-        self._by_key.move_to_end(key)
-        return next((version for version in versions if version.trace.holds()), None)
+    def place(self, key: Any) -> Place:
+        """Where the signature of a key is kept, or will be."""
+        return self._places.get(key) or Place(self, key)
 
-    def put(self, key: Any, signature: Signature) -> None:
-        """Keep a signature, for which there is room, beside older versions of it."""
-        self._by_key.setdefault(key, []).append(signature)
-        signature.key = key
-
-    def versions(self, key: Any) -> Sequence[Signature]:
-        """All versions of a signature, the oldest first."""
-        return self._by_key.get(key, ())
+    def put(self, place: Place, signature: Signature) -> None:
+        """Keep a signature, for which there is room."""
+        place.versions.append(signature)
+        place.last_used = next(self.clock)
+        signature.place = self._places[place.key] = place
 
     def check_room(self, num_graphs: int) -> None:
         """Whether there can be so many graphs.
@@ -92,25 +116,27 @@ class GraphCache:
         """
         self.check_room(num_graphs)
         while self.max_graphs is not None and len(self) + num_graphs > self.max_graphs:
-            self.drop(next(iter(self._by_key.values()))[0])
+            self.drop(self.values()[0])
 
     def drop(self, signature: Signature) -> None:
         """Forget a signature, once the device is done with its graphs."""
         self._backend.synchronize()
-        versions = self._by_key[signature.key]
-        versions.remove(signature)
-        if not versions:
-            del self._by_key[signature.key]
+        place = signature.place
+        place.versions.remove(signature)
+        if not place.versions:
+            del self._places[place.key]
         for counts in signature.counts:
             counts.evictions += 1
 
     def values(self) -> list[Signature]:
-        """All signatures, and all versions of each."""
-        return [signature for versions in list(self._by_key.values()) for signature in versions]
+        """All signatures, and all versions of each; the least recently used first."""
+        places = list(self._places.values())  # at once: another thread may launch
+        places.sort(key=lambda place: place.last_used)
+        return [signature for place in places for signature in place.versions]
 
     def clear(self) -> None:
         """Forget all."""
-        self._by_key.clear()
+        self._places.clear()
 
     def __len__(self) -> int:
         """Number of graphs."""
@@ -122,14 +148,12 @@ class Found:
     """What a launch runs.
 
     Attributes:
-        cache: where the signature is.
         batch: rows that the caller gave; None if that is not known.
         elements: of the caller's inputs.
         reason: why there was no graph; empty if there was.
     """
 
     signature: Signature
-    cache: GraphCache
     batch: int | None
     elements: int
     reason: str = ""
@@ -161,7 +185,7 @@ class WalkGraphs:
         self._cache = cache
         self._eager = GraphCache(builder.core.backend, _MAX_EAGER * builder.core.ring.depth)
         self._on_miss = on_miss
-        self._known: dict[Any, tuple[GraphCache, Any, int | None, int]] = {}  # no signature, which may be dropped
+        self._known: dict[Any, tuple[Place, int | None, int]] = {}
 
     def find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "not captured"
@@ -173,18 +197,18 @@ class WalkGraphs:
             and what `SignatureBuilder.build` raises.
         """
         shapes = None
-        if not kwargs and all(type(arg) is Tensor for arg in args):
+        if not kwargs and {*map(type, args)} == _TENSORS:
             shapes = tuple([(arg.shape, arg.dtype, arg.device, arg.layout) for arg in args])
             if (known := self._known.get(shapes)) is not None:
-                cache, key, batch, elements = known
-                if (signature := cache.get(key)) is not None:
-                    return Found(signature, cache, batch, elements, signature.miss), args
+                place, batch, elements = known
+                if (signature := place.current()) is not None:
+                    return Found(signature, batch, elements, signature.miss), args
         call, tensors = self._split(args, kwargs)
         found = self._find(call, tensors, why)
         if shapes is not None and len(tensors) == len(args):
             if len(self._known) >= _MAX_KNOWN_SHAPES:
                 self._known.clear()
-            self._known[shapes] = found.cache, found.signature.key, found.batch, found.elements
+            self._known[shapes] = found.signature.place, found.batch, found.elements
         return found, tensors
 
     def captures(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any, Callable[[], Signature]]]:
@@ -216,16 +240,17 @@ class WalkGraphs:
                     raise InputError(
                         f"{fit.problem}: add a larger one, or compile with on_miss='eager' to run it eagerly."
                     )
-                return Found(self._eagerly(call, tensors, fit.reason), self._eager, batch, elements, fit.reason)
+                return Found(self._eagerly(call, tensors, fit.reason), batch, elements, fit.reason)
             key, build = self._capture(call, tensors, fit.bucket)
-        if (signature := self._cache.get(key)) is not None:
-            return Found(signature, self._cache, batch, elements)
-        if versions := self._cache.versions(key):
-            _refuse_recompiles(versions)
+        place = self._cache.place(key)
+        if (signature := place.current()) is not None:
+            return Found(signature, batch, elements)
+        if place.versions:
+            _refuse_recompiles(place.versions)
             why = "guards failed"
         signature = build()
-        self._cache.put(key, signature)
-        return Found(signature, self._cache, batch, elements, why)
+        self._cache.put(place, signature)
+        return Found(signature, batch, elements, why)
 
     def _capture(
         self, call: CallSpec, tensors: Sequence[Tensor], bucket: Sequence[int] | None
@@ -261,17 +286,18 @@ class WalkGraphs:
     def _eagerly(self, call: CallSpec, tensors: Sequence[Tensor], reason: str) -> Signature:
         """A signature for inputs that fit no bucket: the model as it is, uncaptured."""
         key = (self.name, *_key(call, tensors, [t.shape for t in tensors]))
-        if (signature := self._eager.get(key)) is None:
+        place = self._eager.place(key)
+        if (signature := place.current()) is None:
             self._check(tensors)
             counts = self._statistics.of(self.name, "(eager)")
-            like = next((s for s in (*self._cache.values(), *self._eager.values()) if s.key[:2] == key[:2]), None)
+            like = next((s for s in (*self._cache.values(), *self._eager.values()) if s.place.key[:2] == key[:2]), None)
             with drop_sources() as kept:
                 signature = self._builder.build_eager(
                     call, tensors, counts=counts, like=like, make_room=self._eager.make_room
                 )
                 kept += [instance.gm for instance in signature.instances]
             signature.miss = reason
-            self._eager.put(key, signature)
+            self._eager.put(place, signature)
         return signature
 
     def _check(self, tensors: Sequence[Tensor]) -> None:

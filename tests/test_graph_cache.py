@@ -166,7 +166,7 @@ def test_graphs_of_all_walks_count() -> None:
     for walk in ("a", "b", "a"):
         run(*batch([1]), walk=walk)
     run(*batch([1, 2]), walk="a")
-    assert [signature.key[0] for signature in run._by_key.values()] == ["a", "a"]
+    assert [signature.place.key[0] for signature in run._by_key.values()] == ["a", "a"]
     assert run.statistics()["b", ""].evictions == 1
 
 
