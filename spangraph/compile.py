@@ -105,7 +105,7 @@ def compile(
         stop_check: a function of a step's row values (row id -> name -> an int, or a tuple of ints; real rows only)
             that returns a `StopCheck`. It runs on the host, once per step that is read, in the thread that waits for
             the step first, before anything is delivered; see `Step.stops`. Where it raises, that wait does, and the
-            next one runs it again. It may read other steps, and neither launches nor releases one.
+            next one runs it again. It may use these values, and no step.
 
     Raises:
         InputError: for an option out of range, a `torch.compile` backend that captures CUDA graphs itself, a forward

@@ -64,7 +64,7 @@ class Step:
             StepTimeoutError: after `timeout`; the step stays open and can be waited for again.
             StagingError: if the step's slot does not hold this step.
             StaleStepError: after the step's release, also by another thread meanwhile.
-            StepStateError: inside a stop check that would wait for itself.
+            StepStateError: inside a stop check.
             and what the stop check raises.
         """
         if not self._launch.is_released:

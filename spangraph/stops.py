@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 # Row id -> name -> value: an int, or a tuple of ints where a row has several.
 RowValues = Mapping[Hashable, Mapping[str, Any]]
 
-# How often (seconds) a check that waits for another step looks whether that step waits for the check.
-_POLL = 0.05
-
 
 @dataclass(frozen=True)
 class StopCheck:
@@ -75,11 +72,8 @@ def _set_of(what: str, values: Any) -> frozenset[Any]:
 
 
 class StopChecks:
-    """Runs the stop check of a ring's steps, once per step, by whoever waits for it first; the others wait for that.
-
-    No lock is held meanwhile, so that a check may look at other steps. Where that comes round to the step that is being
-    checked, or to a launch that waits for it, the check gets an error instead of a deadlock.
-    """
+    """Runs the stop check of a ring's steps, once per step, by whoever waits for it first; the others wait for that. No
+    lock is held meanwhile."""
 
     def __init__(self, check: Callable[[RowValues], StopCheck]) -> None:
         if not callable(check):
@@ -87,7 +81,6 @@ class StopChecks:
         self._check = check
         self._changed = threading.Condition(threading.Lock())
         self._runners: dict[Launch, int] = {}  # step -> thread that runs its check
-        self._waiters: dict[int, tuple[Launch, bool]] = {}  # thread -> step it waits for, whether it holds the ring
 
     def wait(self, ring: Ring, launch: Launch, timeout: float | None = None) -> None:
         """`ring.wait`, then the check; returns without one if the launch was released meanwhile."""
@@ -95,22 +88,14 @@ class StopChecks:
             return
         me, deadline = threading.get_ident(), None if timeout is None else time.monotonic() + timeout
         if me in list(self._runners.values()):
-            self._wait_inside(ring, launch, timeout, deadline, me)
-        else:
-            ring.wait(launch, timeout)
+            raise StepStateError(f"a stop check reads {launch}: it may use the row values that it is given, no step.")
+        ring.wait(launch, timeout)
         with self._changed:
-            while launch in self._runners:
-                if self._leads_to(me, launch):
-                    raise StepStateError(f"the stop check of {launch} reads a step that waits for this very check.")
-                if deadline is not None and time.monotonic() > deadline:
-                    raise StepTimeoutError(
-                        f"{launch}: its stop check, which another thread runs, was not done within {timeout} s."
-                    )
-                self._waiters[me] = launch, ring.lock._is_owned()  # type: ignore[attr-defined]
-                try:
-                    self._changed.wait(None if timeout is None else min(_POLL, timeout))
-                finally:
-                    del self._waiters[me]
+            left = None if deadline is None else min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
+            if not self._changed.wait_for(lambda: launch not in self._runners, left):
+                raise StepTimeoutError(
+                    f"{launch}: its stop check, which another thread runs, was not done within {timeout} s."
+                )
             if launch.stops is not None or launch.is_released:
                 return
             self._runners[launch] = me
@@ -135,27 +120,3 @@ class StopChecks:
             for name in launch.tail.cut_names if output is None else (output,):
                 launch.note(position, name)
         launch.stops = frozenset(found.stops)
-
-    def _wait_inside(self, ring: Ring, launch: Launch, timeout: float | None, deadline: float | None, me: int) -> None:
-        """`ring.wait` by a check. Whoever launches holds the ring, and may itself wait for that check."""
-        while True:
-            try:
-                ring.wait(launch, _POLL if timeout is None else min(_POLL, timeout))
-                return
-            except StepTimeoutError:
-                if deadline is not None and time.monotonic() > deadline:
-                    raise
-                with self._changed:
-                    if any(holds and self._leads_to(me, waited) for waited, holds in self._waiters.values()):
-                        raise StepStateError(
-                            f"a stop check reads {launch} while a launch that holds the ring waits for that check: read"
-                            " steps before a launch, not inside it, or let the check read none."
-                        ) from None
-
-    def _leads_to(self, me: int, launch: Launch) -> bool:
-        """Whether the check of `launch` does not end before thread `me` goes on."""
-        while (runner := self._runners.get(launch)) is not None and runner != me:
-            if runner not in self._waiters:
-                return False
-            launch, _ = self._waiters[runner]
-        return runner == me
