@@ -106,9 +106,11 @@ class Buckets:
         """How each tensor of a call is padded.
 
         Raises:
-            InputError: for paths in `dims` or `pad_values` that the call has no tensor for, or dims it does not have.
+            InputError: for paths in `dims` or `pad_values` that the call has no tensor for, dims it does not have, or
+                values that its dtype does not have.
         """
-        key = call.spec, tuple(isinstance(leaf, Constant) for leaf in call.leaves), tuple(t.ndim for t in tensors)
+        kinds = tuple((tensor.ndim, tensor.dtype) for tensor in tensors)
+        key = call.spec, tuple(isinstance(leaf, Constant) for leaf in call.leaves), kinds
         if (known := self._plans.get(key)) is not None:
             return known
         paths = tensor_paths(signature, call, tensors)
@@ -121,7 +123,7 @@ class Buckets:
             if wrong := [dim for dim in named if dim >= tensor.ndim]:
                 raise InputError(f"dims[{path!r}] names dim {wrong[0]} of a tensor of shape {list(tensor.shape)}.")
             at = {dim: self.names.index(name) for dim, name in named.items()}
-            plan.append(Padded(path, at, self._pad_values.get(path, 0)))
+            plan.append(Padded(path, at, _fitting(path, self._pad_values.get(path, 0), tensor.dtype)))
         self._plans[key] = plan
         return plan
 
@@ -160,6 +162,17 @@ class Buckets:
     def label(self, bucket: Sequence[int]) -> str:
         """A bucket's name: `"batch=8, frames=200"`."""
         return ", ".join(f"{name}={size}" for name, size in zip(self.names, bucket, strict=True))
+
+
+def _fitting(path: str, value: float | bool, dtype: torch.dtype) -> float | int | bool:
+    try:
+        held = torch.full((), value, dtype=dtype).item()
+        fits = held == value or dtype.is_floating_point
+    except (RuntimeError, TypeError, OverflowError):
+        fits = False
+    if not fits:
+        raise InputError(f"pad_values[{path!r}]={value!r} is no value of {dtype}, the dtype of that input.")
+    return value
 
 
 def padded_shape(padded: Padded, bucket: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:

@@ -344,6 +344,10 @@ def test_inputs_that_cannot_be() -> None:
     odd = spangraph.compile(Toy(), buckets={"batch": (2,)}, pad_values={"y": 1})
     with pytest.raises(InputError, match=r"pad_values= names \['y'\]: the forward was given the tensors"):
         odd(torch.randn(2, 5), torch.tensor([1, 1]))
+    for value in (2.5, 2**70, True + 1j, "0"):
+        wrong = spangraph.compile(Toy(), buckets={"batch": (2,)}, pad_values={"lengths": value})
+        with pytest.raises(InputError, match=r"pad_values\['lengths'\]=.* is no value of torch.int64"):
+            wrong(torch.randn(1, 5), torch.tensor([1]))
     assert run.counts.launches == odd.counts.launches == 0
 
 
