@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
@@ -100,15 +100,15 @@ def plan_cuts(
     return cuts, diagnostics
 
 
-def carry_cuts(known: Prepared, prepared: Prepared, num_outputs: int) -> Prepared | None:
-    """The graph of an opaque trace, in which those outputs are cut, too, that are cut in a graph of other shapes; None
-    if their spans' places depend on the shapes otherwise than by a factor, so that they cannot be known.
+def carry_cuts(known: Prepared, prepared: Prepared, num_outputs: int) -> list[PlannedCut] | None:
+    """The cuts of the graph of an opaque trace, and of those outputs, too, that are cut in a graph of other shapes;
+    None if their spans' places depend on the shapes otherwise than by a factor, so that they cannot be known.
 
     Args:
         num_outputs: the model's own.
     """
     mark_of = {(mark.info.key, mark.info.name): i for i, mark in enumerate(prepared.marks)}
-    cuts = {cut.output: cut for cut in prepared.cuts}
+    cuts: dict[int, Any] = {cut.output: cut for cut in prepared.cuts}
     for cut in known.cuts:
         if cut.output in cuts or cut.output >= num_outputs:
             continue
@@ -124,7 +124,7 @@ def carry_cuts(known: Prepared, prepared: Prepared, num_outputs: int) -> Prepare
         if any(shape[p.dim] != p.apply(0, size)[1] for p, size in zip(span_map.places, sizes, strict=True)):
             return None
         cuts[cut.output] = PlannedCut(cut.output, mark_of[info.key, info.name], span_map)
-    return replace(prepared, cuts=[cuts[output] for output in sorted(cuts)])
+    return [cuts[output] for output in sorted(cuts)]
 
 
 def _resized(span_map: SpanMap, widths: Sequence[int]) -> SpanMap | None:

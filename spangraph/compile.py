@@ -63,7 +63,8 @@ def compile(
     """Wrap a model with spanned outputs so that its steps run without a host read and its rows are cut afterwards.
 
     Each input signature (shapes, dtypes, devices, non-tensor constants) is traced and captured at its first launch, or
-    in `warmup()`; with `buckets=` shapes are first padded to few. The model must not run elsewhere meanwhile.
+    in `warmup()`; with `buckets=` shapes are first padded to few. The model must neither run elsewhere nor be changed
+    meanwhile.
 
     Tensors change from step to step; what Python computes at the trace does not (`random`, clocks). State that the
     forward keeps on the host (a counter, a list, a tensor bound to an attribute) is noticed: inline such a model runs

@@ -15,6 +15,7 @@ from spangraph.declare import Declaration
 from spangraph.errors import DeclarationError
 from spangraph.passes.marks import MarkInfo
 from spangraph.spans import Span, iter_spanned
+from spangraph.structure import register_dataclasses
 
 
 class Marking:
@@ -181,6 +182,7 @@ def check_marked(out: Any, marking: Marking) -> None:
     Raises:
         DeclarationError: if the model's output holds a `SpannedOutput` with spans whose module declares nothing.
     """
+    register_dataclasses(out)  # else it cannot be looked into
     for spanned in iter_spanned(out):
         if lost := sorted(name for name, spans in spanned.output_spans.items() if not marking.is_declared(spans)):
             raise DeclarationError(

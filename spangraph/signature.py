@@ -19,7 +19,7 @@ from spangraph.diagnostics import Diagnostic
 from spangraph.errors import DeclarationError, HostReadError, InputError, TraceError
 from spangraph.passes import Copied, Prepared, insert_staging_node, prepare_graph
 from spangraph.passes.marks import Mark, public_names
-from spangraph.passes.nodes import val
+from spangraph.passes.nodes import result_nodes, val
 from spangraph.passes.plan_cuts import carry_cuts
 from spangraph.rows import Cut
 from spangraph.slots import Copy, Region
@@ -194,18 +194,18 @@ class SignatureBuilder:
         """
         inputs = [tensor.to(self._backend.device) for tensor in tensors]
         self._backend.synchronize()
-        prepared = None
-        if like is not None:
+        tracer = "opaque" if like is not None else self._tracer
+        while True:
             trace = trace_model(
-                self._model, self._walk, call, inputs, tracer="opaque", verify="off", generators=self._generators
+                self._model, self._walk, call, inputs, tracer=tracer, verify="off", generators=self._generators
             )
             prepared = prepare_graph(trace.gm, trace.infos, trace.leaf_names, reads=True)
-            prepared = carry_cuts(like.prepared, prepared, len(trace.leaf_names))
-        if prepared is None:
-            trace = trace_model(
-                self._model, self._walk, call, inputs, tracer=self._tracer, verify="off", generators=self._generators
-            )
-            prepared = prepare_graph(trace.gm, trace.infos, trace.leaf_names, reads=True)
+            if like is None:
+                break
+            if (cuts := carry_cuts(like.prepared, prepared, len(trace.leaf_names))) is not None:
+                prepared = replace(prepared, cuts=cuts)
+                break
+            like, tracer = None, self._tracer
         trace.captures = False
         return self._signature(trace, prepared, inputs, counts, make_room, None)
 
@@ -417,9 +417,14 @@ class SignatureBuilder:
                         _Runner(trace, instance), generators=self._generators, pool=pool
                     )
                 else:
-                    outputs = [torch.empty_like(t) for t in run(trace, instance.gm, instance.inputs)]
+                    outputs = [self._static(val(node)) for node in result_nodes(instance.gm.graph)]
                     instance.tail.outputs = outputs
                     instance.graph = _Uncaptured(backend, _Runner(trace, instance), outputs)
+
+    def _static(self, like: Tensor) -> Tensor:
+        """Memory for an output, of which an example without memory is known."""
+        with torch.inference_mode(False):
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._backend.device)
 
     def _result_maker(
         self, signature: Signature, outputs: _Outputs, column_of: Mapping[fx.Node, str]

@@ -112,7 +112,7 @@ def flatten_output(out: Any) -> tuple[list[Tensor], list[Any], list[Any], pytree
     Raises:
         TraceError: if a leaf holds tensors in a class that pytree does not know.
     """
-    _register_dataclasses(out)
+    register_dataclasses(out)
     try:
         paths, spec = pytree.tree_flatten_with_path(out)
     except ValueError:  # a class that was registered without keys
@@ -161,7 +161,7 @@ def leaf_name(path: Any) -> str:
     return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", ""))))
 
 
-def _register_dataclasses(out: Any) -> None:
+def register_dataclasses(out: Any) -> None:
     """Let pytree look into dataclass outputs that nobody registered."""
     pending = [out]
     while pending:

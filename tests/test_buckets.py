@@ -260,6 +260,21 @@ def test_eager_launches_share_the_models_state() -> None:
         assert [row.item() for row in found] == [1, 2, 3, 4, 5, 6]
 
 
+@BACKENDS
+@pytest.mark.parametrize("depth", [1, 3])
+def test_an_eager_launch_runs_the_forward_once(on: str, depth: int) -> None:
+    """Counted on the host, where nothing is put back but by the watch: it ran once per graph in flight, too."""
+
+    def forward(self: Any, x: Tensor, n: Tensor) -> SpannedOutput:
+        self.calls = getattr(self, "calls", 0) + 1
+        return self.spanned(x + self.calls, n)
+
+    run = spangraph.compile(spanned(forward), backend=backend(on), depth=depth, buckets={"batch": (1,)})
+    for number in range(1, 4):
+        rows = run(torch.zeros(2, 1), torch.tensor([1, 1])).outputs["audio"]
+        assert values(rows) == {0: [number], 1: [number]}
+
+
 def test_eager_memory_stays_flat() -> None:
     """K35: sizes above the largest bucket, each another one."""
     run = spangraph.compile(Toy(), backend=SimulatedDevice(), buckets={"batch": (1,)})
