@@ -45,7 +45,7 @@ class SlowBackend(InlineBackend):
         super().__init__()
         self.queue: deque[Work] = deque()
 
-    def fill(self, static: torch.Tensor, value: float | int | bool) -> None:
+    def fill(self, static: torch.Tensor, value: float | bool) -> None:
         self.enqueue(lambda: static.fill_(value))
 
     def enqueue(self, fn: Callable[[], object]) -> None:
