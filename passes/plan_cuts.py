@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
 from torch import fx
 
 from spangraph.diagnostics import Diagnostic
 from spangraph.errors import DeclarationError
 from spangraph.passes.marks import Mark
-from spangraph.passes.nodes import output_node, result_nodes, val, where
+from spangraph.passes.nodes import output_node, result_nodes, where
 from spangraph.passes.propagate_spans import Unknown, propagate_spans
 from spangraph.passes.span_maps import SpanMap
-
-if TYPE_CHECKING:
-    from spangraph.passes import Prepared
 
 
 @dataclass(frozen=True)
@@ -98,47 +94,6 @@ def plan_cuts(
             continue
         cuts.append(PlannedCut(index, winners[0], known[winners[0]]))
     return cuts, diagnostics
-
-
-def carry_cuts(known: Prepared, prepared: Prepared, num_outputs: int) -> list[PlannedCut] | None:
-    """The cuts of the graph of an opaque trace, and of those outputs, too, that are cut in a graph of other shapes;
-    None if their spans' places depend on the shapes otherwise than by a factor, so that they cannot be known.
-
-    Args:
-        num_outputs: the model's own.
-    """
-    mark_of = {(mark.info.key, mark.info.name): i for i, mark in enumerate(prepared.marks)}
-    cuts: dict[int, Any] = {cut.output: cut for cut in prepared.cuts}
-    for cut in known.cuts:
-        if cut.output in cuts or cut.output >= num_outputs:
-            continue
-        info = known.marks[cut.mark].info
-        mark = prepared.marks[mark_of[info.key, info.name]] if (info.key, info.name) in mark_of else None
-        if mark is None or info.span is None or cut.output >= len(prepared.results):
-            return None
-        value, shape = val(mark.value), val(prepared.results[cut.output]).shape
-        span_map = _resized(cut.span_map, [value.shape[dim] for dim in info.span.dims])
-        if span_map is None or len(shape) <= max(place.dim for place in span_map.places):
-            return None
-        sizes = [value.shape[dim] for dim in (0, *info.span.dims)]
-        if any(shape[p.dim] != p.apply(0, size)[1] for p, size in zip(span_map.places, sizes, strict=True)):
-            return None
-        cuts[cut.output] = PlannedCut(cut.output, mark_of[info.key, info.name], span_map)
-    return [cuts[output] for output in sorted(cuts)]
-
-
-def _resized(span_map: SpanMap, widths: Sequence[int]) -> SpanMap | None:
-    """The map for a value of other widths, where positions were at most multiplied."""
-    places = [span_map.places[0]]
-    for place, width in zip(span_map.places[1:], widths, strict=True):
-        moves = []
-        for move in place.moves:
-            if move.scale < 1 or move.shift or move.step != 1:
-                return None
-            width *= move.scale
-            moves.append(replace(move, width=width))
-        places.append(replace(place, moves=tuple(moves)))
-    return SpanMap(tuple(places)) if not span_map.places[0].moves else None
 
 
 def _outermost(marks: Sequence[Mark], candidates: Sequence[int]) -> list[int]:

@@ -20,7 +20,6 @@ from spangraph.errors import DeclarationError, HostReadError, InputError, TraceE
 from spangraph.passes import Copied, Prepared, insert_staging_node, prepare_graph
 from spangraph.passes.marks import Mark, public_names
 from spangraph.passes.nodes import result_nodes, val
-from spangraph.passes.plan_cuts import carry_cuts
 from spangraph.rows import Cut
 from spangraph.slots import Copy, Region
 from spangraph.step import Step
@@ -185,29 +184,29 @@ class SignatureBuilder:
         *,
         counts: tuple[Counts, ...],
         make_room: Callable[[int], None],
-        like: Signature | None,
+        batch: int | None,
     ) -> Signature:
         """The model as it is, run at every launch, with the same outputs cut as in a graph.
 
-        Which those are a graph knows: `like`, of other shapes. Where none is there yet, or the spans' places depend on
-        shapes otherwise than by a factor, the model is traced for these shapes, too.
+        An opaque trace, which is one run, tells which outputs are the declared ones. Where there are others, which may
+        derive from those in a way that depends on the shapes, the model is traced for these shapes as for a graph.
+
+        Args and raises as for `build`; `batch` are the caller's rows.
         """
         inputs = [tensor.to(self._backend.device) for tensor in tensors]
         self._backend.synchronize()
-        tracer = "opaque" if like is not None else self._tracer
-        while True:
+
+        def traced(tracer: str) -> tuple[Trace, Prepared]:
             trace = trace_model(
                 self._model, self._walk, call, inputs, tracer=tracer, verify="off", generators=self._generators
             )
-            prepared = prepare_graph(trace.gm, trace.infos, trace.leaf_names, reads=True)
-            if like is None:
-                break
-            if (cuts := carry_cuts(like.prepared, prepared, len(trace.leaf_names))) is not None:
-                prepared = replace(prepared, cuts=cuts)
-                break
-            like, tracer = None, self._tracer
+            return trace, prepare_graph(trace.gm, trace.infos, trace.leaf_names, reads=True)
+
+        trace, prepared = traced("dynamo" if self._tracer == "dynamo" else "opaque")
+        if self._tracer in ("auto", "export") and _undeclared(trace, prepared):
+            trace, prepared = traced(self._tracer)
         trace.captures = False
-        return self._signature(trace, prepared, inputs, counts, make_room, None)
+        return self._signature(trace, prepared, inputs, counts, make_room, batch)
 
     def _signature(
         self,
@@ -276,7 +275,9 @@ class SignatureBuilder:
             raise DeclarationError(f"SG103 spanned outputs of one step have different numbers of rows: {sizes}.")
         first = val(results[0]).shape if results else ()
         num_rows = next(iter(sizes.values())) if sizes else (first[0] if first else 0)
-        if sizes and signature.batch not in (None, num_rows):
+        if signature.batch is not None and not sizes:
+            num_rows = signature.batch
+        elif signature.batch not in (None, num_rows):
             raise DeclarationError(
                 f"SG103 a batch of {signature.batch} rows, but spans and row values of {num_rows}: where the batch is"
                 " bucketed each of its rows needs one row of them."
@@ -545,15 +546,22 @@ def _preserve(tensors: Sequence[Tensor]) -> Iterator[None]:
                 tensor.copy_(value)
 
 
-def _say_what_is_whole(trace: Trace, prepared: Prepared) -> None:
-    """An opaque trace knows aliases, not derivations: name the outputs for which that leaves a question."""
+def _undeclared(trace: Trace, prepared: Prepared) -> list[int]:
+    """Outputs of the model that are neither cut nor what a `SpannedOutput` says of them: spans and row values."""
+    paths = [path for path, leaf in zip(trace.paths, trace.out_leaves, strict=True) if not isinstance(leaf, Constant)]
+    said = [any(getattr(key, "name", "") in ("output_spans", "row_values") for key in path) for path in paths]
     cut = {plan.output for plan in prepared.cuts}
     spans = {mark.spans for mark in prepared.marks}
-    whole = [
-        name or str(i)
-        for i, (name, node) in enumerate(zip(trace.leaf_names, prepared.results, strict=False))
-        if i not in cut and node not in spans and val(node).ndim > 0
+    return [
+        i
+        for i, is_said in enumerate(said)
+        if i not in cut and not is_said and prepared.results[i] not in spans and val(prepared.results[i]).ndim > 0
     ]
+
+
+def _say_what_is_whole(trace: Trace, prepared: Prepared) -> None:
+    """An opaque trace knows aliases, not derivations: name the outputs for which that leaves a question."""
+    whole = [trace.leaf_names[i] or str(i) for i in _undeclared(trace, prepared)]
     if whole:
         trace.diagnostics.append(
             Diagnostic(

@@ -240,7 +240,7 @@ class WalkGraphs:
                     raise InputError(
                         f"{fit.problem}: add a larger one, or compile with on_miss='eager' to run it eagerly."
                     )
-                return Found(self._eagerly(call, tensors, fit.reason), batch, elements, fit.reason)
+                return Found(self._eagerly(call, tensors, batch, fit.reason), batch, elements, fit.reason)
             key, build = self._capture(call, tensors, fit.bucket)
         place = self._cache.place(key)
         if (signature := place.current()) is not None:
@@ -283,17 +283,17 @@ class WalkGraphs:
 
         return (self.name, *_key(call, tensors, shapes)), build
 
-    def _eagerly(self, call: CallSpec, tensors: Sequence[Tensor], reason: str) -> Signature:
+    def _eagerly(self, call: CallSpec, tensors: Sequence[Tensor], batch: int | None, reason: str) -> Signature:
         """A signature for inputs that fit no bucket: the model as it is, uncaptured."""
         key = (self.name, *_key(call, tensors, [t.shape for t in tensors]))
         place = self._eager.place(key)
         if (signature := place.current()) is None:
             self._check(tensors)
+            _refuse_recompiles(place.versions)
             counts = self._statistics.of(self.name, "(eager)")
-            like = next((s for s in (*self._cache.values(), *self._eager.values()) if s.place.key[:2] == key[:2]), None)
             with drop_sources() as kept:
                 signature = self._builder.build_eager(
-                    call, tensors, counts=counts, like=like, make_room=self._eager.make_room
+                    call, tensors, counts=counts, batch=batch, make_room=self._eager.make_room
                 )
                 kept += [instance.gm for instance in signature.instances]
             signature.miss = reason
@@ -313,11 +313,11 @@ class WalkGraphs:
 
 
 def _key(call: CallSpec, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> tuple[Any, ...]:
-    """What tells signatures of a walk apart: first all but shapes."""
+    """What tells signatures of a walk apart."""
     constants = tuple((type(c.value), repr(c.value)) for c in call.leaves if isinstance(c, Constant))
     places = tuple(isinstance(leaf, Constant) for leaf in call.leaves)
     kinds = tuple((t.dtype, t.device, t.layout) for t in tensors)
-    return (call.spec, constants, places, kinds), tuple(map(tuple, shapes))
+    return call.spec, constants, places, kinds, tuple(map(tuple, shapes))
 
 
 def _refuse_recompiles(versions: Sequence[Signature]) -> None:

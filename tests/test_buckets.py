@@ -217,23 +217,66 @@ def test_a_launch_that_fits_no_bucket_runs_eagerly(on: str, trace: str, copies: 
         assert run.counts.captures == 1
 
 
-class Flipped(Spanned):
-    """Where spans lie in `back` depends on the width, and so is not known from a graph of another width."""
-
-    def forward(self, x: Tensor, lengths: Tensor) -> SpannedOutput:
-        y = x + 1
-        return self.spanned(y, lengths, back=y.flip(-1))
+# Where spans lie in `other` depends on the shape, so that no graph of another shape can say it: reversed; cropped and
+# padded back to its width; one way or another as the number of rows says.
+OTHERS: dict[str, Any] = {
+    "flipped": lambda y: y.flip(-1),
+    "cropped": lambda y: nn.functional.pad(y[..., :-1], (0, 1)),
+    "cropped at 4": lambda y: nn.functional.pad(y[..., :4], (0, max(y.shape[-1] - 4, 0))),
+    "by rows": lambda y: y.flip(-1) if y.shape[0] > 2 else y + 0,
+}
 
 
 @BACKENDS
-def test_spans_that_move_with_the_width_are_right_in_eager_launches(on: str) -> None:
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("launched_before", [True, False])
+def test_what_derives_is_cut_in_an_eager_launch_as_in_a_graph_of_that_shape(
+    on: str, other: str, launched_before: bool
+) -> None:
+    """Taken over from a graph of another shape, the places of spans were wrong here."""
+
+    def forward(self: Spanned, x: Tensor, lengths: Tensor) -> SpannedOutput:
+        y = x + 1
+        return self.spanned(y, lengths, other=OTHERS[other](y))
+
     dims = {"x": {0: "batch", 1: "width"}, "lengths": {0: "batch"}}
-    run = spangraph.compile(Flipped(), backend=backend(on), buckets={"batch": (2,), "width": (4,)}, dims=dims)
-    for width in (3, 7):
-        x = torch.randn(2, width)
-        rows = run(x, torch.tensor([1, 2])).outputs["back"]
-        padded = (nn.functional.pad(x, (0, 4 - width)) if width < 4 else x) + 1
-        assert values(rows) == {0: padded[0, :1].tolist(), 1: padded[1, :2].flip(0).tolist()}
+    run = spangraph.compile(spanned(forward), backend=backend(on), buckets={"batch": (2,), "width": (4,)}, dims=dims)
+    if launched_before:
+        run(torch.randn(2, 4), torch.tensor([4, 4]))
+    for bs, width in ((2, 7), (3, 4), (3, 7)):
+        x, lengths = torch.randn(bs, width), torch.randint(1, width + 1, (bs,))
+        exact = spangraph.compile(spanned(forward))(x, lengths).outputs["other"]
+        assert values(run(x, lengths).outputs["other"]) == values(exact)
+        assert len(exact) > 0
+
+
+@BACKENDS
+@pytest.mark.parametrize("captured_first", [True, False])
+def test_models_of_other_rows_than_the_batch_are_refused_in_eager_launches_too(on: str, captured_first: bool) -> None:
+    """More rows were lost, and fewer raised an IndexError."""
+    for forward in (
+        lambda self, x, n: self.spanned(torch.cat([x, x]), torch.cat([n, n])),
+        lambda self, x, n: self.spanned(x[::2], n[::2]),
+    ):
+        run = spangraph.compile(spanned(forward), backend=backend(on), buckets={"batch": (2,)})
+        for bs in (2, 4) if captured_first else (4,):
+            with pytest.raises(DeclarationError, match=f"SG103 a batch of {bs} rows, but spans and row values of"):
+                run(torch.randn(bs, 3), torch.ones(bs, dtype=torch.int64))
+
+
+def test_padding_is_counted_where_nothing_is_staged() -> None:
+    run = spangraph.compile(plain(lambda self, x: {"loss": x.sum(), "h": x.t() * 1}), buckets={"batch": (4,)})
+    run(torch.randn(3, 50))
+    assert (run.counts.rows, run.counts.padding_rows) == (3, 1)
+
+
+@BACKENDS
+def test_the_callers_padding_rows_leave_whole_outputs_in_eager_launches_too(on: str) -> None:
+    run = bucketed(Vocoder(), on)
+    for bs in (3, 6):
+        mel, lengths = mels(bs, 5)
+        with run.launch(mel, lengths, num_rows=2) as step:
+            assert torch.equal(step.result()["energy"], lengths[:2] * 2)
 
 
 def test_the_first_launch_of_all_may_be_eager() -> None:
