@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -142,7 +143,7 @@ def _split_off(gm: fx.GraphModule, needed: list[fx.Node]) -> tuple[dict[str, Ten
     known: dict[int, fx.Node] = {}
     tensors: dict[str, Tensor] = {}
     for node in gm.graph.nodes:
-        value = _attribute(gm, str(node.target)) if node.op == "get_attr" else None
+        value = attrgetter(str(node.target))(gm) if node.op == "get_attr" else None
         if isinstance(value, Tensor):
             if id(value) not in known:
                 known[id(value)] = graph.placeholder(f"tensor_{len(known)}")
@@ -161,11 +162,4 @@ def _written_tensors(gm: fx.GraphModule) -> list[Tensor]:
     """Tensors of the model that the graph writes."""
     roots = storage_roots(gm.graph)
     touched = {roots[target] for node in gm.graph.nodes for target in written(node)}
-    return [_attribute(gm, str(node.target)) for node in touched if node.op == "get_attr"]
-
-
-def _attribute(gm: fx.GraphModule, target: str) -> Any:
-    value: Any = gm
-    for name in target.split("."):
-        value = getattr(value, name)
-    return value
+    return [attrgetter(str(node.target))(gm) for node in touched if node.op == "get_attr"]

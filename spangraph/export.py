@@ -190,6 +190,7 @@ def export_model(
 
 
 def _export(root: _Root, tensors: Sequence[Tensor], inference: bool) -> fx.GraphModule:
+    before = HostState(root.model)  # export puts containers in attributes back as copies
     try:
         with run_mode(inference), warnings.catch_warnings(), _quiet(), _user_frames(), _RefuseWrites(root.model):
             warnings.simplefilter("ignore")  # export warns of its own internals
@@ -207,6 +208,8 @@ def _export(root: _Root, tensors: Sequence[Tensor], inference: bool) -> fx.Graph
             cause = cause.__cause__ or cause.__context__
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise TraceError(f"torch.export failed: {type(error).__name__}: {first}") from error
+    finally:
+        before.restore()
 
 
 @contextlib.contextmanager

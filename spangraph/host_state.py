@@ -68,6 +68,14 @@ class HostState:
                 if name not in _INTERNAL:
                     self._look_into(prefix + name, value)
 
+    def held_tensors(self) -> Iterator[tuple[str, Any, Any, Tensor]]:
+        """Tensors that are no parameters or buffers: label, container, key in it, tensor."""
+        for label, box, before in self._boxes:
+            if isinstance(box, dict | list):
+                for key, value in before.items() if isinstance(before, dict) else enumerate(before):
+                    if isinstance(value, Tensor) and storage_key(value) in self.tensors:
+                        yield f"{label}{key}" if isinstance(box, dict) else f"{label}[{key}]", box, key, value
+
     def is_buffers(self, box: Any) -> bool:
         """Whether it is a module's dict of buffers."""
         return id(box) in self._buffers

@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from spangraph.compiler import compile_graph
 from spangraph.counts import Counts
 from spangraph.diagnostics import Diagnostic
 from spangraph.errors import DeclarationError, HostReadError, InputError, TraceError
+from spangraph.host_state import storage_key
 from spangraph.passes import Copied, Prepared, insert_staging_node, prepare_graph
 from spangraph.passes.marks import Mark, public_names
 from spangraph.passes.nodes import result_nodes, val
@@ -224,7 +226,11 @@ class SignatureBuilder:
         is_captured = self._backend.static and trace.captures
         if trace.tracer != "opaque" or is_captured:  # else the model runs itself, with whatever it has
             signature.weights = Weights(
-                self._model, addresses=is_captured, literals=trace.literals, probe_all=self._debug
+                self._model,
+                addresses=is_captured,
+                constants=_constants(trace.gm),
+                literals=trace.literals,
+                probe_all=self._debug,
             )
         self._add_instances(signature, inputs, make_room)
         return signature
@@ -544,6 +550,12 @@ def _preserve(tensors: Sequence[Tensor]) -> Iterator[None]:
         with torch.inference_mode():  # some may have been made in it
             for tensor, value in zip(tensors, saved, strict=True):
                 tensor.copy_(value)
+
+
+def _constants(gm: fx.GraphModule) -> set[int]:
+    """Memory of the tensors that a graph holds."""
+    held = [attrgetter(str(node.target))(gm) for node in gm.graph.nodes if node.op == "get_attr"]
+    return {storage_key(value) for value in held if isinstance(value, Tensor)}
 
 
 def _undeclared(trace: Trace, prepared: Prepared) -> list[int]:

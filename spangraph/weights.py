@@ -11,8 +11,9 @@ launch checks all its tensors only when the count has moved. These do:
   operator to which a kernel of ours is added, in a place where torch has none, that calls torch's;
 * the end of a held tensor's memory.
 
-What none of them tells is noticed within a few launches, as each checks the next few tensors in turn: a write into
-`module._parameters`, a storage that is resized, C++ code that goes past the dispatcher.
+What none of them tells is noticed within a few launches, as each checks the next few tensors in turn: a plain attribute
+that is another tensor now (these are checked first), a write into `module._parameters`, a storage that is resized, C++
+code that goes past the dispatcher.
 
 A 0-d integer buffer that the graph holds as a number is compared after a `load_state_dict`; one that is written in
 place by hand is not.
@@ -23,7 +24,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from spangraph.errors import StaleGraphError
+from spangraph.host_state import HostState, storage_key
 
 # Tensors that a launch checks: all of a small model's.
 _NUM_PROBES = 8
@@ -116,51 +118,46 @@ def _install() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What a module's dict held under a name, and what a graph relies on of it."""
+    """What a container held under a key, and what a graph relies on of it."""
 
     label: str
-    box: dict[str, Any]
-    name: str
+    box: Any
+    key: Any
     value: Any
     traits: tuple[Any, ...]
 
     def is_replaced(self) -> bool:
-        # Without get(): a ScriptModule's dicts have none.
-        return self.name not in self.box or self.box[self.name] is not self.value
+        try:  # not get(): a ScriptModule's dicts have none
+            return self.box[self.key] is not self.value
+        except (KeyError, IndexError):
+            return True
 
 
-def _entries(model: nn.Module, kinds: Sequence[str], traits: Callable[[Any], tuple[Any, ...]]) -> list[_Entry]:
-    return [
-        _Entry(f"{fqn}.{name}" if fqn else name, box, name, value, traits(value))
-        for fqn, module in model.named_modules()
-        for box in (getattr(module, kind) for kind in kinds)
-        for name, value in box.items()
-        if value is not None
-    ]
+def _traits(value: Any) -> tuple[Any, ...]:
+    return (value.dtype, value.device, value.shape) if isinstance(value, Tensor) else ()
 
 
-def _traits(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.device, tensor.shape
+def _address(value: Any) -> int | None:
+    # A sparse tensor has no memory of its own.
+    return value.data_ptr() if isinstance(value, Tensor) and value.layout is torch.strided else None
 
 
-def _address(tensor: Tensor) -> int | None:
-    return tensor.data_ptr() if tensor.layout is torch.strided else None  # a sparse tensor has no memory of its own
+def _baked_traits(value: Any) -> tuple[Any, ...]:
+    address = _address(value)
+    return *_traits(value), address, () if address is None else value.stride()
 
 
-def _baked_traits(tensor: Tensor) -> tuple[Any, ...]:
-    address = _address(tensor)
-    return *_traits(tensor), address, () if address is None else tensor.stride()
-
-
-def _no_traits(module: nn.Module) -> tuple[Any, ...]:
-    return ()
+def _named(labels: Sequence[str], how: str) -> str:
+    more = f" and {len(labels) - 4} more" if len(labels) > 4 else ""
+    return f"{', '.join(labels[:4])}{more} {'was' if len(labels) == 1 else 'were'} {how}"
 
 
 class Weights:
-    """The parameters and buffers of a model at its trace, and its submodules.
+    """The parameters, buffers and submodules of a model at its trace, and the plain attributes that a graph holds.
 
     Args:
         addresses: whether the graph has their addresses baked in, as a captured one has.
+        constants: plain attributes that the graph holds, by their memory.
         literals: buffers that the graph holds as numbers: module's buffers, name and number of each.
         probe_all: check all tensors at every launch, at a cost that grows with the model.
     """
@@ -170,6 +167,7 @@ class Weights:
         model: nn.Module,
         *,
         addresses: bool,
+        constants: Collection[int] = frozenset(),
         literals: Sequence[tuple[dict[str, Any], str, int]] = (),
         probe_all: bool = False,
     ) -> None:
@@ -180,13 +178,26 @@ class Weights:
         self._traits = _baked_traits if addresses else _traits
         self._next_probe = 0
         self._seen = _replacements
-        self._tensors = _entries(model, ("_parameters", "_buffers"), self._traits)
-        self._probes = [(e.box, e.name, e.value, _address(e.value) if addresses else None) for e in self._tensors]
-        self._modules = _entries(model, ("_modules",), _no_traits)
-        _held[id(self)] = frozenset(id(entry.value) for entry in self._tensors)
+        # Names with None, too: a bias or a cache may come later.
+        self._boxes: list[tuple[str, nn.Module, str, Any, tuple[Any, ...]]] = []
+        held = HostState(model).held_tensors()
+        plain = [_Entry(*each, self._traits(each[-1])) for each in held if storage_key(each[-1]) in constants]
+        registered = []
+        for fqn, module in model.named_modules():
+            prefix = f"{fqn}." if fqn else ""
+            for kind in ("_parameters", "_buffers", "_modules"):
+                box = getattr(module, kind)
+                self._boxes.append((prefix, module, kind, box, tuple(box.keys())))
+                registered += [
+                    _Entry(f"{prefix}{name}", box, name, value, self._traits(value)) for name, value in box.items()
+                ]
+        self._entries = plain + registered
+        tensors = [entry for entry in self._entries if isinstance(entry.value, Tensor)]
+        self._probes = [(e.box, e.key, e.value, _address(e.value) if addresses else None) for e in tensors]
+        _held[id(self)] = frozenset(id(entry.value) for entry in tensors)
         weakref.finalize(self, _held.pop, id(self)).atexit = False
         # Gone with this object, without a call, or with the memory, with one.
-        strided = [entry.value for entry in self._tensors if entry.value.layout is torch.strided]
+        strided = [entry.value for entry in tensors if entry.value.layout is torch.strided]
         self._memory = [weakref.ref(tensor.untyped_storage(), _bump) for tensor in strided]
 
     def check(self) -> None:
@@ -200,14 +211,20 @@ class Weights:
         seen = _replacements
         if self._seen == seen and not self._probe_all and not self._probe():
             return
-        stale = [e.label for e in self._tensors if e.is_replaced() or self._traits(e.value) != e.traits]
-        stale += [e.label for e in self._modules if e.is_replaced()]
-        if stale:
+        stale = [e.label for e in self._entries if e.is_replaced() or self._traits(e.value) != e.traits]
+        added = []
+        for prefix, module, kind, box, keys in self._boxes:
+            now = getattr(module, kind)
+            if now is not box:
+                stale.append(f"{prefix}{kind}")
+            added += [f"{prefix}{key}" for key in tuple(now.keys()) if key not in keys]
+        if stale or added:
             self._seen = -1  # so that the next launch finds it too
-            more = f" and {len(stale) - 4} more" if len(stale) > 4 else ""
+            what = " and ".join(_named(found, how) for found, how in ((stale, "replaced"), (added, "added")) if found)
             raise StaleGraphError(
-                f"{', '.join(stale[:4])}{more} was replaced after the trace, so the graph would compute with the old"
-                " one. Update weights in place (copy_, load_state_dict without assign=True), or compile again."
+                f"{what} after the trace, so the graph would compute with the model as it was then. Update weights in"
+                " place (copy_, load_state_dict without assign=True), compile with on_stale='recapture', or compile"
+                " again."
             )
         self._seen = seen
 
@@ -226,7 +243,10 @@ class Weights:
         """Whether one of the next few tensors was replaced."""
         first, end = self._next_probe, self._next_probe + _NUM_PROBES
         self._next_probe = end if end < len(self._probes) else 0
-        for box, name, tensor, address in self._probes[first:end]:
-            if name not in box or box[name] is not tensor or (address is not None and tensor.data_ptr() != address):
-                return True
+        try:
+            for box, key, tensor, address in self._probes[first:end]:
+                if box[key] is not tensor or (address is not None and tensor.data_ptr() != address):
+                    return True
+        except (KeyError, IndexError):
+            return True
         return False

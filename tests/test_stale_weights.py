@@ -13,10 +13,12 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spangraph import Compiled, StaleGraphError, weights
+from spangraph import Compiled, SpannedOutput, StaleGraphError, weights
 from spangraph.weights import Weights
 
-from .toys import Spanned, batch, compiled, cut, values
+from .toys import Spanned, batch, compiled, cut, plain, values
+
+BACKENDS = pytest.mark.parametrize("on", ["inline", "simulated"])
 
 TRACES = pytest.mark.parametrize("trace", ["export", "opaque"])
 NUM_OTHERS = 40  # so many that a launch that only probes takes several turns
@@ -139,7 +141,8 @@ def test_the_next_launch_notices_though_the_old_memory_is_alive(
         ]
         replace(model, torch.tensor([5.0]))
         for _ in range(3):
-            with pytest.raises(StaleGraphError, match=f"^{name} was replaced after the trace.*compile again"):
+            were = "were" if "," in name else "was"
+            with pytest.raises(StaleGraphError, match=f"^{name} {were} replaced after the trace.*compile again"):
                 run.launch(*batch())
         with compiled(model, "simulated", trace) as fresh:  # what a recapture does
             _check(fresh, gain, offset)
@@ -163,7 +166,7 @@ def test_two_sets_of_weights_are_swapped(trace: str) -> None:
     for i in (0, 1, 0, 0, 1):
         use(i)
         _check(runs[i], *(t.item() for t in sets[i]))
-        with pytest.raises(StaleGraphError, match=r"^inner\.weight, inner\.offset was replaced"):
+        with pytest.raises(StaleGraphError, match=r"^inner\.weight, inner\.offset were replaced"):
             runs[1 - i].launch(*batch())
 
 
@@ -354,3 +357,65 @@ def test_assigning_and_setting_are_as_torch_has_them() -> None:
         assert fake.shape == (4,)
         fake.set_(torch.ones(5))
         assert fake.shape == (5,)
+
+
+class Optional(Spanned):
+    """Slots that may be filled later: a bias, a cache, an adapter, a list, a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("bias", None)
+        self.register_buffer("cache", None)
+        self.register_module("adapter", None)
+        self.late: nn.Module | None = None
+        self.net = nn.Sequential(nn.ReLU())
+        self.plain = torch.ones(1)
+        self.listed = [torch.ones(1)]
+
+    def forward(self, x: Tensor, n: Tensor) -> SpannedOutput:
+        y = self.net(x * self.plain * self.listed[0])
+        for added in (self.bias, self.cache):
+            y = y if added is None else y + added
+        for module in (self.adapter, self.late):
+            y = y if module is None else module(y)
+        return self.spanned(y, n)
+
+
+FILLED = {
+    "bias was replaced": lambda m: setattr(m, "bias", nn.Parameter(torch.ones(1))),
+    "cache was replaced": lambda m: setattr(m, "cache", torch.ones(1)),
+    "adapter was replaced": lambda m: setattr(m, "adapter", nn.Tanh()),
+    "late was added": lambda m: setattr(m, "late", nn.Tanh()),
+    r"net\.1 was added": lambda m: m.net.append(nn.Tanh()),
+    "plain was replaced": lambda m: setattr(m, "plain", torch.full((1,), 4.0)),
+    r"listed\[0\] was replaced": lambda m: m.listed.__setitem__(0, torch.full((1,), 4.0)),
+}
+
+
+@BACKENDS
+@pytest.mark.parametrize("what", FILLED)
+def test_what_was_none_or_not_there_is_noticed(on: str, what: str) -> None:
+    """And recaptured where that is asked for. The mirrored case: a plain attribute that is written in place."""
+    model = Optional()
+    x, n = batch((3, 5))
+    refusing, recapturing = compiled(model, on, "export"), compiled(model, on, "export", on_stale="recapture")
+    for run in (refusing, recapturing):
+        run(x, n)
+        run(x, n)
+    FILLED[what](model)
+    expected = values(compiled(model)(x, n)["audio"])
+    assert values(recapturing(x, n)["audio"]) == expected
+    with pytest.raises(StaleGraphError, match=f"^{what} after the trace"):
+        refusing(x, n)
+
+
+@BACKENDS
+def test_all_parameters_of_a_module_at_once(on: str) -> None:
+    """Whose dict is another one now; the old one is as it was."""
+    model = plain(lambda self, x: self.net(x), net=nn.Linear(2, 2))
+    run = compiled(model, on, "export")
+    run(torch.randn(1, 2))
+    model.net._parameters = dict(nn.Linear(2, 2)._parameters)
+    nn.Linear(1, 1)  # registers parameters, as whoever loads weights does
+    with pytest.raises(StaleGraphError, match=r"net\._parameters was replaced"):
+        run(torch.randn(1, 2))
