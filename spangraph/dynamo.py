@@ -56,27 +56,21 @@ _SETTINGS: dict[str, Any] = {
 _MARKS = (torch.ops.spangraph.mark.default, torch.ops.spangraph.mark_value.default)
 
 # What a guard is not about. Tensors: `weights` watches those of the model, at a cost that does not grow. Inputs:
-# the signature says what they are. Modes: those of the trace are entered at each launch. Functions, classes, imports,
+# the signature says what they are. Modes: those of the trace are entered at each launch. What is torch's and ours,
 # and what torch keeps in a module, such as hooks.
 _OTHER_GUARDS = {
     "AUTOGRAD_SAVED_TENSORS_HOOKS",
-    "BUILTIN_MATCH",
-    "CLASS_MATCH",
-    "CLOSURE_MATCH",
     "DETERMINISTIC_ALGORITHMS",
     "DUPLICATE_INPUT",
     "EMPTY_NN_MODULE_HOOKS_DICT",
-    "FUNCTION_MATCH",
     "GLOBAL_STATE",
     "GRAD_MODE",
-    "MODULE_MATCH",
-    "NOT_PRESENT_IN_GENERIC_DICT",
     "SHAPE_ENV",
     "TORCH_FUNCTION_STATE",
 }
 _OTHER_NAMES = (
-    r"^(args|kwargs)\b|__import_torch_dot_|__builtins_dict__|__(code|defaults|kwdefaults)__|_flat_weight|_all_weights"
-    r"|_hooks|\._(parameters|buffers|non_persistent_buffers_set)\b|\._modules$|_call_impl|__dict__\)$"
+    r"^(args|kwargs)\b|__import_(torch|spangraph)_dot_|__builtins_dict__|__(code|defaults|kwdefaults)__|_flat_weight"
+    r"|_all_weights|_hooks|\._(parameters|buffers|non_persistent_buffers_set)\b|\._modules$|_call_impl|__dict__\)$"
 )
 
 
@@ -209,9 +203,7 @@ def _build_guards(captured: CaptureOutput, holder: nn.Module, declarations: Sequ
 
     def keep(entries: Sequence[Any]) -> list[bool]:
         return [
-            entry.guard_type not in _OTHER_GUARDS
-            and not isinstance(entry.value, Tensor | types.FunctionType | types.BuiltinFunctionType | type)
-            and not other_name(entry.name)
+            entry.guard_type not in _OTHER_GUARDS and not isinstance(entry.value, Tensor) and not other_name(entry.name)
             for entry in entries
         ]
 

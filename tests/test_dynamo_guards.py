@@ -89,6 +89,82 @@ def test_what_a_forward_reads_on_the_host_is_guarded(traces: list[str], monkeypa
     assert len(traces) <= len(changes)
 
 
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def thrice(x: Tensor) -> Tensor:
+    return x * 3
+
+
+FUNCTION = twice
+
+
+class Config:
+    mode = 1.0
+
+
+class Calls(Spanned):
+    """What a forward calls, and attributes that the class has and an instance may shadow."""
+
+    mode = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = torch.relu
+        self.function = twice
+        self.functions = {"a": twice}
+        self.config = Config()
+
+    @property
+    def scale(self) -> float:
+        return self.mode
+
+    def forward(self, x: Tensor, n: Tensor) -> Any:
+        x = FUNCTION(self.functions["a"](self.function(self.act(x))))
+        return self.spanned(x * self.scale + self.config.mode, n)
+
+
+@BACKENDS
+def test_what_a_forward_calls_and_what_shadows_a_class_is_guarded(
+    on: str, traces: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of these replayed the old graph. Back again, the first trace is found."""
+    model: Any = Calls()
+    run = compiled(model, on, "dynamo", buckets={"batch": (2,)})
+    changes = [
+        lambda: None,
+        lambda: monkeypatch.setattr(model, "act", torch.tanh),
+        lambda: monkeypatch.setattr(model, "function", thrice),
+        lambda: monkeypatch.setitem(model.functions, "a", thrice),
+        lambda: monkeypatch.setitem(globals(), "FUNCTION", thrice),
+        lambda: monkeypatch.setattr(model, "mode", 5.0),
+        lambda: monkeypatch.setattr(model.config, "mode", 7.0),
+    ]
+    for count, change in enumerate(changes, 1):
+        change()
+        check(run, model)
+        check(run, model)
+        assert len(traces) == count
+    monkeypatch.undo()
+    check(run, model)
+    assert len(traces) == len(changes)
+
+
+def test_eager_launches_follow_what_is_guarded() -> None:
+    """They were served by the first trace of their shape for ever, or cut as the graph of another mode was."""
+    model = spanned(lambda self, x, n: self.spanned(x, n, other=x.flip(-1) if self.mode else x + 0))
+    model.mode = False
+    run = compiled(model, trace="dynamo", buckets={"batch": (2,)})
+    for mode in (False, True, False):
+        model.mode = mode
+        for bs in (2, 3):
+            x, n = batch((3, 5, 1)[:bs])
+            other = x.flip(-1) if mode else x
+            expected = {i: other[i, 5 - k :] if mode else other[i, :k] for i, k in enumerate(n.tolist())}
+            assert values(run(x, n)["other"]) == values(expected)
+
+
 def test_another_submodule_or_mode_is_guarded(traces: list[str]) -> None:
     model = spanned(lambda self, x, n: self.spanned(self.net(x), n))
     model.net = nn.Sequential(nn.ReLU(), nn.Dropout(1.0))
