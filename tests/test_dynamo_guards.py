@@ -153,15 +153,20 @@ def test_what_a_forward_calls_and_what_shadows_a_class_is_guarded(
 
 def test_eager_launches_follow_what_is_guarded() -> None:
     """They were served by the first trace of their shape for ever, or cut as the graph of another mode was."""
-    model = spanned(lambda self, x, n: self.spanned(x, n, other=x.flip(-1) if self.mode else x + 0))
+
+    def forward(self: Any, x: Tensor, n: Tensor) -> Any:
+        y = x * 2
+        return self.spanned(y, n, other=y.flip(-1) if self.mode else y + 0)
+
+    model: Any = spanned(forward)
     model.mode = False
     run = compiled(model, trace="dynamo", buckets={"batch": (2,)})
     for mode in (False, True, False):
         model.mode = mode
         for bs in (2, 3):
             x, n = batch((3, 5, 1)[:bs])
-            other = x.flip(-1) if mode else x
-            expected = {i: other[i, 5 - k :] if mode else other[i, :k] for i, k in enumerate(n.tolist())}
+            rows = {i: x[i, :k] * 2 for i, k in enumerate(n.tolist())}
+            expected = {i: row.flip(0) if mode else row for i, row in rows.items()}
             assert values(run(x, n)["other"]) == values(expected)
 
 
