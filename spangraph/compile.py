@@ -26,7 +26,7 @@ from spangraph.passes.marks import public_names
 from spangraph.passes.nodes import val
 from spangraph.pipeline import Pipeline
 from spangraph.report import Report
-from spangraph.signature import Instance, Signature, SignatureBuilder, run
+from spangraph.signature import Instance, Signature, SignatureBuilder, restrided, run
 from spangraph.slots import Copy, copies_of
 from spangraph.step import Step
 from spangraph.stops import RowValues, StopCheck
@@ -245,14 +245,21 @@ class Compiled:
             if copies:
                 _check_names(model, name, copies)
                 refuse_copies(copies, staging)
-            builder = SignatureBuilder(
-                model, name, self._core, trace=trace, verify=verify, copies=copies, generators=generators
-            )
             buckets = None
             if own.buckets is not None:
                 buckets = Buckets(own.buckets, own.dims, own.pad_values)
             elif own.dims is not None or own.pad_values is not None:
                 raise InputError("dims= and pad_values= say how inputs are padded to buckets: pass buckets=, too.")
+            builder = SignatureBuilder(
+                model,
+                name,
+                self._core,
+                trace=trace,
+                verify=verify,
+                copies=copies,
+                generators=generators,
+                pads=buckets is not None,
+            )
             self._walks[name] = WalkGraphs(
                 name, builder, forward, buckets, self._statistics, self._by_key, on_miss=on_miss
             )
@@ -304,8 +311,7 @@ class Compiled:
                 try:
                     instance = signature.instances[signature.tails.index(launch.tail)]
                     if instance.graph is None:
-                        inputs = _padded(signature, leaves) if signature.pad_values else leaves
-                        ring.commit(launch, run(signature.trace, instance.gm, inputs))
+                        ring.commit(launch, run(signature.trace, instance.gm, _inputs(signature, leaves)))
                     else:
                         if ring.debug:
                             instance.tail.check_inputs()
@@ -538,9 +544,11 @@ class Compiled:
         return f"<Compiled {type(self._model).__name__} on {self._backend.name}; {self._ring.describe()}>"
 
 
-def _padded(signature: Signature, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-    if not signature.pad_values:
+def _inputs(signature: Signature, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What a graph that runs inline is given: padded, and with the strides that it was traced for."""
+    if signature.pad_values:
+        padding = zip(leaves, signature.shapes, signature.pad_values, strict=True)
+        leaves = [pad(leaf, shape, value) for leaf, shape, value in padding]
+    if not signature.strides:
         return leaves
-    return [
-        pad(x, shape, value) for x, shape, value in zip(leaves, signature.shapes, signature.pad_values, strict=True)
-    ]
+    return [restrided(leaf, stride) for leaf, stride in zip(leaves, signature.strides, strict=True)]

@@ -52,31 +52,23 @@ def check_compiler(name: str) -> None:
 class _Body(nn.Module):
     """A compiled graph.
 
-    Inputs get the strides that it was compiled for; the tensors of the model, which come first, have them. Results in
-    memory of either are cloned: a compiler may drop a clone of a buffer that it writes, and return the buffer.
+    Results in memory of an argument are cloned: a compiler may drop a clone of a buffer that it writes, and return the
+    buffer.
     """
 
-    def __init__(self, compiled: Callable[..., Sequence[Tensor]], strides: Sequence[Sequence[int] | None]) -> None:
+    def __init__(self, compiled: Callable[..., Sequence[Tensor]]) -> None:
         super().__init__()
         self._compiled = compiled
-        self._strides = strides
         self._shared: set[int] | None = None
 
     def forward(self, *tensors: Tensor) -> Sequence[Tensor]:
-        args = [*map(_with_stride, tensors, self._strides)]
-        results = self._compiled(*args)
+        results = self._compiled(*tensors)
         if self._shared is None:  # it is the same at each call
-            memory = set(map(storage_key, args))
+            memory = set(map(storage_key, tensors))
             self._shared = {i for i, result in enumerate(results) if storage_key(result) in memory}
         if not self._shared:
             return results
         return [result.clone() if i in self._shared else result for i, result in enumerate(results)]
-
-
-def _with_stride(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
-    if stride is None or tensor.stride() == stride:
-        return tensor
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def compile_graph(prepared: Prepared, trace: Trace, inputs: Sequence[Tensor], name: str) -> Prepared:
@@ -117,8 +109,7 @@ def compile_graph(prepared: Prepared, trace: Trace, inputs: Sequence[Tensor], na
     for i, (node, tensor) in enumerate(zip(held, tensors.values(), strict=True)):
         node.target = f"tensor_{i}"
         setattr(holder, str(node.target), tensor)
-    strides = [*[None] * len(held), *(example.stride() for example in examples)]
-    holder.add_module("body", _Body(compiled, strides))
+    holder.add_module("body", _Body(compiled))
     call = graph.call_module("body", (*held, *nodes.values()))
     for i, node in enumerate(needed):
         nodes[node] = graph.call_function(_getitem, (call, i))

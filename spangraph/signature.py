@@ -57,6 +57,7 @@ class Signature:
         make_result: the step's result in the model's own output structure, owned or not.
         place: where it is kept.
         num_elements, shapes: of its inputs.
+        strides: of its inputs, on which a graph relies; empty where the model itself runs.
         pad_values: what the padding of each input holds; empty where nothing is padded.
         miss: why its launches are misses; empty for a graph.
     """
@@ -74,6 +75,7 @@ class Signature:
     place: Any = None
     num_elements: int = 0
     shapes: Sequence[Sequence[int]] = ()
+    strides: Sequence[Sequence[int]] = ()
     pad_values: Sequence[float | int | bool] = ()
     miss: str = ""
 
@@ -116,6 +118,7 @@ class SignatureBuilder:
         verify: str,
         copies: Mapping[str, Copy],
         generators: Sequence[torch.Generator],
+        pads: bool,
     ) -> None:
         self._model = model
         self._walk = walk
@@ -130,6 +133,7 @@ class SignatureBuilder:
         self._verify = verify
         self._copies = copies
         self._generators = generators
+        self._pads = pads
         self._debug = debug_enabled()
 
     def build(
@@ -152,7 +156,7 @@ class SignatureBuilder:
             TraceError, HostReadError, DeclarationError, CaptureError: as `Compiled.launch` says.
         """
         backend, walk, model = self._backend, self._walk, self._model
-        inputs = [tensor.to(backend.device) for tensor in tensors]
+        inputs = self._as_inputs(tensors)
         # What a trace changes for a while, such as torch's settings, is no business of steps that run on host threads.
         backend.synchronize()
         try:
@@ -195,7 +199,7 @@ class SignatureBuilder:
 
         Args and raises as for `build`; `batch` are the caller's rows.
         """
-        inputs = [tensor.to(self._backend.device) for tensor in tensors]
+        inputs = self._as_inputs(tensors)
         self._backend.synchronize()
 
         def traced(tracer: str) -> tuple[Trace, Prepared]:
@@ -224,6 +228,8 @@ class SignatureBuilder:
         signature = Signature(label, trace, prepared, counts, batch)
         signature.num_elements = sum(tensor.numel() for tensor in inputs)
         is_captured = self._backend.static and trace.captures
+        if trace.tracer != "opaque":
+            signature.strides = [tensor.stride() for tensor in inputs]
         if trace.tracer != "opaque" or is_captured:  # else the model runs itself, with whatever it has
             signature.weights = Weights(
                 self._model,
@@ -235,6 +241,12 @@ class SignatureBuilder:
         self._add_instances(signature, inputs, make_room)
         return signature
 
+    def _as_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """On the device, and dense, as a graph's own inputs are: an expanded tensor becomes one with elements of its
+        own."""
+        moved = [tensor.to(self._backend.device) for tensor in tensors]
+        return [restrided(tensor, torch.empty_like(tensor, device="meta").stride()) for tensor in moved]
+
     def _refuse_writes(self, trace: Trace) -> None:
         backend = self._backend
         if trace.rebinds and backend.static and trace.captures:
@@ -242,8 +254,8 @@ class SignatureBuilder:
                 f"the forward changes {', '.join(trace.rebinds)} at every call, which a replay cannot repeat: keep such"
                 " state in registered buffers, and update them in place (copy_, add_)."
             )
-        if trace.writes_inputs and (backend.static or trace.compiler):
-            what = "a replay" if backend.static else "compiled code"
+        if trace.writes_inputs and (backend.static or trace.compiler or self._pads):
+            what = "a replay" if backend.static else "compiled code" if trace.compiler else "a padded launch"
             raise TraceError(
                 f"the forward writes its tensor inputs {list(trace.writes_inputs)} in place, but {what} has copies of"
                 " its own: clone() them first, or keep what must change in registered buffers."
@@ -492,6 +504,14 @@ def _place(outputs: _Outputs, regions: Sequence[Region]) -> _Outputs:
         cuts={output: place(cut) for output, cut in outputs.cuts.items()},
         copied=[(place(cut), source) for cut, source in outputs.copied],
     )
+
+
+def restrided(tensor: Tensor, stride: Sequence[int]) -> Tensor:
+    """The tensor, or a copy of it, with these strides."""
+    if tensor.stride() == stride:
+        return tensor
+    with torch.no_grad():
+        return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def run(trace: Trace, gm: fx.GraphModule, leaves: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import spangraph
-from spangraph import Compiled, DeclarationError, InputError, SpannedOutput
+from spangraph import Compiled, DeclarationError, InputError, SpannedOutput, TraceError
 from spangraph.testing import SimulatedDevice
 
 from .toys import Spanned, Toy, backend, plain, spanned, values
@@ -421,3 +421,18 @@ def test_spans_of_other_rows_than_the_batch() -> None:
 def test_a_model_without_spans() -> None:
     run = spangraph.compile(plain(lambda self, x: x + 1), buckets={"batch": (4,)})
     assert run(torch.zeros(3, 2)).tolist() == [[1.0, 1.0]] * 3
+
+
+@BACKENDS
+@TRACES
+def test_a_model_that_writes_its_inputs_is_refused(on: str, trace: str) -> None:
+    """Inline it wrote the caller's tensor where that fitted a bucket exactly, and a copy where it was padded."""
+    run = spangraph.compile(
+        spanned(lambda self, x, n: self.spanned(x.add_(1) * 2, n)),
+        backend=backend(on),
+        trace=trace,
+        buckets={"batch": (2,)},
+    )
+    for bs in (1, 2, 3):
+        with pytest.raises(TraceError, match=r"writes its tensor inputs \[0\] in place, but a (replay|padded launch)"):
+            run(torch.zeros(bs, 3), torch.ones(bs, dtype=torch.int64))

@@ -147,6 +147,21 @@ def test_inputs_of_other_strides_and_kinds(on: str) -> None:
 
 
 @BACKENDS
+@pytest.mark.parametrize("trace", ["export", "dynamo", "opaque"])
+@pytest.mark.parametrize("buckets", [None, {"batch": (2,)}])
+def test_a_graph_that_relies_on_strides_gets_those(on: str, trace: str, buckets: Any) -> None:
+    """Export leaves out a contiguous() that does nothing; then view() failed for an input that needs it."""
+    model = spanned(lambda self, x, n: self.spanned(x.contiguous().view(x.shape[0], -1) + 0, n))
+    run = compiled(model, on, trace, buckets=buckets)
+    dense, n = torch.randn(2, 3, 4), torch.tensor([12, 5])
+    for x in (dense, torch.randn(2, 4, 3).transpose(1, 2), dense[:, :, :1].expand(2, 3, 4), dense):
+        assert values(run(x, n)["audio"]) == cut(x.reshape(2, 12), [12, 5])
+    first = compiled(model, on, trace, buckets=buckets)
+    for x in (dense[:, :, :1].expand(2, 3, 4), dense):
+        assert values(first(x, n)["audio"]) == cut(x.reshape(2, 12), [12, 5])
+
+
+@BACKENDS
 def test_inputs_may_be_overwritten_after_the_launch(on: str) -> None:
     """K41: host tensors go through a buffer of ours."""
     device = SimulatedDevice() if on == "simulated" else None
