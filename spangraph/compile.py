@@ -334,15 +334,26 @@ class Compiled:
     def _find(self, walk: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Found, Sequence[Tensor]]:
         graphs = self._graphs_of(walk)
         found, leaves = graphs.find(args, kwargs)
-        if (weights := found.signature.weights) is not None:
-            try:
-                weights.check()
-            except StaleGraphError:
-                if self._on_stale == "error":
-                    raise
-                found.signature.place.cache.drop(found.signature)
-                return graphs.find(args, kwargs, "weights replaced")
+        if self._drop_stale(found.signature):
+            return graphs.find(args, kwargs, "weights replaced")
         return found, leaves
+
+    def _drop_stale(self, signature: Signature) -> bool:
+        """Whether the model has other weights than the signature, which is dropped then, to be built anew.
+
+        Raises:
+            StaleGraphError: where that is not asked for.
+        """
+        if signature.weights is None:
+            return False
+        try:
+            signature.weights.check()
+            return False
+        except StaleGraphError:
+            if self._on_stale == "error":
+                raise
+            signature.place.cache.drop(signature)
+            return True
 
     def _graphs_of(self, walk: str | None) -> WalkGraphs:
         name = self._walk if walk is None else walk
@@ -368,6 +379,7 @@ class Compiled:
 
         Raises:
             InputError: if `max_graphs` has no room for all.
+            StaleGraphError: if a bucket was captured with other weights, under `on_stale="error"`.
             and what a signature's first launch raises.
         """
         refuse_nested()
@@ -380,8 +392,8 @@ class Compiled:
                 if self._ring.is_closed:
                     raise ClosedError("warmup() of a closed object: compile the model again.")
                 signature = self._by_key.place(key).current()
-                if signature is None:
-                    signature = built[key] = build()
+                if signature is None or self._drop_stale(signature):
+                    signature = built[key] = build(lambda num_graphs: None)  # nothing gives way before all are there
                 if number == 1:
                     self._by_key.check_room(len(wanted) * len(signature.instances))
             if progress:
@@ -389,6 +401,8 @@ class Compiled:
                 what = f"{graphs.name}{f', {label}' if label else ''}"
                 print(f"spangraph: captured {number} of {len(wanted)}: {what} ({seconds:.1f} s)", file=sys.stderr)
         with self._ring.lock:
+            if self._ring.is_closed:
+                raise ClosedError("warmup() of an object that was closed meanwhile: compile the model again.")
             new = {key: signature for key, signature in built.items() if self._by_key.place(key).current() is None}
             self._by_key.make_room(sum(len(signature.instances) for signature in new.values()))
             for key, signature in new.items():  # but for those where a launch was faster
@@ -418,8 +432,9 @@ class Compiled:
         """Run requests one by one, up to `depth` of them in flight, and merge what they return: the same result as one
         call with the batch of them, also where their padded widths differ.
 
-        Rows are merged, tensors whose dim 0 has a request's number of rows are concatenated along it, and everything
-        else must be equal in all requests.
+        Rows are merged, tensors whose dim 0 has a request's number of rows are concatenated along it (a table of as
+        many rows by chance, too: declare what has rows, or return it as a constant of Python), and everything else must
+        be equal in all requests.
 
         Args:
             requests: each a tuple of the model's inputs, or a mapping of them by name, of one row or more.

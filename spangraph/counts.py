@@ -164,7 +164,7 @@ class Statistics(Mapping[tuple[str, str], Counts]):
             names = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
             numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
             lines.append("  ".join(names + numbers))
-        misses = [f"misses, {reason}: {number:,}" for reason, number in self.total.reasons.items()]
+        misses = [f"misses, {reason}: {number:,}" for reason, number in list(self.total.reasons.items())]
         return "\n".join([*map(str.rstrip, lines), *misses])
 
 

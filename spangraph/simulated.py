@@ -159,6 +159,14 @@ def _work(items: queue.SimpleQueue[Callable[[], object] | _Ungated | SimulatedEv
         del item, kernel  # do not keep a graph alive while waiting for work
 
 
+@dataclass(eq=False)  # weak references are equal where what they refer to is, and tensors compare element by element
+class _Landing:
+    """Memory that the host reads, and what kernels write to have it land there."""
+
+    host: weakref.ref[Tensor]
+    device: weakref.ref[Tensor]
+
+
 class Pool:
     """Memory that several graphs share: a replay of one overwrites the outputs of the others."""
 
@@ -245,7 +253,7 @@ class SimulatedDevice(Backend):
         self._kernels = _Gate()
         self._copies = _Gate()
         self._faults: dict[str, list[BaseException]] = defaultdict(list)
-        self._landings: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = []
+        self._landings: list[_Landing] = []
         self._pinned_lock = threading.Lock()  # one stream lands only what another has wholly written
         self._owned: dict[int, int] = defaultdict(int)  # storages of static outputs
         self._capture = threading.RLock()
@@ -364,7 +372,7 @@ class SimulatedDevice(Backend):
             if writer == "host":
                 return Pinned(host, host)
             pinned = Pinned(host, torch.zeros(shape, dtype=torch.int64))
-        self._landings.append((weakref.ref(pinned.host), weakref.ref(pinned.device)))
+        self._landings.append(_Landing(weakref.ref(pinned.host), weakref.ref(pinned.device)))
         return pinned
 
     def host_buffer(self, like: Tensor) -> Tensor:
@@ -454,10 +462,10 @@ class SimulatedDevice(Backend):
             if late:
                 return
             alive = []
-            for refs in list(self._landings):
-                host, device = refs[0](), refs[1]()
+            for landing in list(self._landings):
+                host, device = landing.host(), landing.device()
                 if host is None or device is None:
-                    self._landings.remove(refs)
+                    self._landings.remove(landing)
                 else:
                     alive.append((host, device))
             if lost:

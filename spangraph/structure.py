@@ -101,7 +101,15 @@ def split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallSpec,
 def tensor_paths(signature: inspect.Signature, call: CallSpec, tensors: Sequence[Tensor]) -> list[str]:
     """What each tensor of a call is called: a parameter of the forward, or `"batch.mel"`, `"batch[0]"` inside one."""
     args, kwargs = call.build(tensors)
-    leaves: Any = pytree.tree_flatten_with_path(dict(signature.bind(*args, **kwargs).arguments))[0]
+    arguments = dict(signature.bind(*args, **kwargs).arguments)
+    try:
+        leaves: Any = pytree.tree_flatten_with_path(arguments)[0]
+    except ValueError:  # a class that was registered without keys: its leaves are counted
+        leaves = [
+            ((pytree.MappingKey(name), *([] if pytree.tree_is_leaf(value) else [pytree.SequenceKey(i)])), leaf)
+            for name, value in arguments.items()
+            for i, leaf in enumerate(pytree.tree_leaves(value))
+        ]
     paths = [path for path, leaf in leaves if isinstance(leaf, Tensor)]
     return [f"{path[0].key}{pytree.keystr(path[1:])}".replace("['", ".").replace("']", "") for path in paths]
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from spangraph.declare import find_declarations, source_of
@@ -18,10 +19,11 @@ from spangraph.marking import Marking, check_marked
 from spangraph.passes import prepare_graph
 from spangraph.passes.host_reads import erase_assertions, find_host_reads
 from spangraph.passes.leaks import Source
-from spangraph.passes.nodes import placeholders
+from spangraph.passes.nodes import placeholders, val
 from spangraph.report import Report
 from spangraph.spans import Span, describe_bad_span
 from spangraph.structure import example_args, normalise_call, split_call, tensor_paths
+from spangraph.trace import Trace
 from spangraph.tracer import TRACE_LOCK, trace_model
 
 
@@ -97,6 +99,7 @@ def verify(
                 found = [_traced_around(d) if d.rule == "SG401" else d for d in found]
             found += trace.diagnostics
             inputs = placeholders(trace.gm.graph)
+            _refuse_dynamic_widths(trace)
             sources = [Source(inputs[i], name, spanned, padding) for name, (at, spanned) in dims.items() for i in at]
             prepared = prepare_graph(
                 trace.gm, trace.infos, trace.leaf_names, reads=True, sources=sources, padding=padding
@@ -138,6 +141,21 @@ def _input_dims(
             )
         found[name] = [i for i, tensor in enumerate(tensors) if tensor is named[name]], dims
     return found
+
+
+def _refuse_dynamic_widths(trace: Trace) -> None:
+    """A marked value whose size is only known when it runs has no positions to follow, and no static output to cut.
+
+    Raises:
+        TraceError: naming it.
+    """
+    for (_, name), info in trace.infos.items():
+        for node in trace.gm.graph.find_nodes(op="call_function", target=torch.ops.spangraph.mark.default):
+            value = val(node.args[0]) if node.args[-1] == name else None
+            if value is not None and not all(isinstance(size, int) for size in value.shape):
+                raise TraceError(
+                    f"the width of {name!r} ({info.where}) is computed by the forward: pad it to one that inputs have"
+                )
 
 
 def _refusal(error: DeclarationError, forward: str) -> Diagnostic:

@@ -211,7 +211,9 @@ class WalkGraphs:
             self._known[shapes] = found.signature.place, found.batch, found.elements
         return found, tensors
 
-    def captures(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any, Callable[[], Signature]]]:
+    def captures(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[str, Any, Callable[..., Signature]]]:
         """What a warm-up captures: for each bucket its label, its key, and a function that builds its signature."""
         call, tensors = self._split(args, kwargs)
         if self.buckets is None:
@@ -254,7 +256,7 @@ class WalkGraphs:
 
     def _capture(
         self, call: CallSpec, tensors: Sequence[Tensor], bucket: Sequence[int] | None
-    ) -> tuple[Any, Callable[[], Signature]]:
+    ) -> tuple[Any, Callable[..., Signature]]:
         """The key of a signature, and what builds it."""
         if self.buckets is None or bucket is None:
             padding, shapes, label = None, [tuple(t.shape) for t in tensors], ""
@@ -263,7 +265,7 @@ class WalkGraphs:
             shapes = [padded_shape(p, bucket, t.shape) for p, t in zip(padding, tensors, strict=True)]
             label = self.buckets.label(bucket)
 
-        def build() -> Signature:
+        def build(make_room: Callable[[int], None] = self._cache.make_room) -> Signature:
             self._check(tensors)
             inputs = tensors
             batch = None
@@ -272,9 +274,7 @@ class WalkGraphs:
                 batch = dict(zip(self.buckets.names, bucket, strict=True)).get(BATCH)
             counts = self._statistics.of(self.name, label)
             with drop_sources() as kept:
-                signature = self._builder.build(
-                    call, inputs, counts=counts, batch=batch, make_room=self._cache.make_room
-                )
+                signature = self._builder.build(call, inputs, counts=counts, batch=batch, make_room=make_room)
                 kept += [instance.gm for instance in signature.instances]
             signature.pad_values, signature.shapes = [p.value for p in padding or ()], shapes
             for c in counts:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import spangraph
 from spangraph import Compiled, DeclarationError, InputError, SpannedOutput, TraceError
@@ -156,6 +157,22 @@ def test_inputs_that_are_not_named_are_taken_as_they_are() -> None:
     rows = run({"x": x, "n": torch.tensor([6, 2, 1])}, table).outputs["audio"]
     padded = torch.cat([x, torch.zeros(1, 5)]) @ table
     assert values(rows) == {0: padded[0].tolist(), 1: padded[1, :2].tolist(), 2: padded[2, :1].tolist()}
+
+
+class Pair:
+    """Registered without keys."""
+
+    def __init__(self, first: Tensor, second: Tensor) -> None:
+        self.first, self.second = first, second
+
+
+def test_inputs_in_a_class_without_keys_are_counted() -> None:
+    pytree.register_pytree_node(Pair, lambda p: ([p.first, p.second], None), lambda tensors, _: Pair(*tensors))
+    model = spanned(lambda self, pair, n: self.spanned(pair.first + pair.second, n))
+    for dims in (None, {"pair[0]": {0: "batch"}, "pair[1]": {0: "batch"}, "n": {0: "batch"}}):
+        run = spangraph.compile(model, buckets={"batch": (4,)}, dims=dims)
+        x = torch.randn(2, 3)
+        assert values(run(Pair(x, x), torch.tensor([3, 1])).outputs["audio"]) == values({0: x[0] * 2, 1: x[1, :1] * 2})
 
 
 def test_a_whole_output_of_another_size_is_not_cut() -> None:

@@ -78,6 +78,60 @@ def test_a_warmup_that_fails_leaves_nothing_behind(failing: int) -> None:
         assert values(run(x, n).outputs["audio"]) == cut(x * 2 + 1, [7, 9, 2])
 
 
+def test_a_warmup_that_fails_evicts_nothing() -> None:
+    """Graphs in use gave way to captures that were not kept."""
+    device = SimulatedDevice()
+    run = spangraph.compile(Toy(), backend=device, walks=("a", "b"), buckets={"batch": (1, 2)}, max_graphs=2)
+    run.warmup(batch((1,)), walk="a", progress=False)
+    graph, captures = device.graph, []
+
+    def fail_second(*args: Any, **kwargs: Any) -> Any:
+        captures.append(1)
+        if len(captures) == 2:
+            device.fail_next("capture", CaptureError("the device refuses"))
+        return graph(*args, **kwargs)
+
+    device.graph = fail_second  # type: ignore[method-assign]
+    with run.counts.expect(evictions=0), pytest.raises(CaptureError, match="the device refuses"):
+        run.warmup(batch((1,)), walk="b", progress=False)
+    with run.counts.expect(hits=2, captures=0):
+        run(*batch((1,)), walk="a")
+        run(*batch((1, 2)), walk="a")
+    with run.counts.expect(evictions=2, captures=2):
+        run.warmup(batch((1,)), walk="b", progress=False)
+
+
+@BACKENDS
+def test_a_warmup_looks_at_the_weights(on: str) -> None:
+    refusing, recapturing = bucketed(on), bucketed(on, on_stale="recapture")
+    for run in (refusing, recapturing):
+        run.warmup(batch((1,)), progress=False)
+        replace_gain(run._model, 7.0)
+    with recapturing.counts.expect(captures=6, evictions=6):
+        recapturing.warmup(batch((1,)), progress=False)
+    x, n = batch((3, 5))
+    with recapturing.counts.expect(hits=1):
+        assert values(recapturing(x, n).outputs["audio"]) == cut(x * 7 + 1, [3, 5])
+    with pytest.raises(StaleGraphError, match="gain was replaced"):
+        refusing.warmup(batch((1,)), progress=False)
+
+
+def test_a_warmup_of_what_is_closed_meanwhile_keeps_nothing() -> None:
+    run = bucketed("simulated")
+    build, built = run._core.new_tail, []
+
+    def close_at_the_last(*args: Any, **kwargs: Any) -> Any:
+        built.append(1)
+        if len(built) == 6:
+            run._ring.is_closed = True
+        return build(*args, **kwargs)
+
+    run._core.new_tail = close_at_the_last  # type: ignore[method-assign]
+    with pytest.raises(ClosedError, match="closed meanwhile"):
+        run.warmup(batch((1,)), progress=False)
+    assert labels(run) == []
+
+
 def test_warmup_without_buckets_captures_one_signature() -> None:
     run = spangraph.compile(Toy(), backend=SimulatedDevice())
     run.warmup(batch((3, 5)), progress=False)

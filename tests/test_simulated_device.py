@@ -339,6 +339,18 @@ def test_nothing_but_a_wait_waits() -> None:
     engine.stager.close()
 
 
+def test_memory_that_is_gone_does_not_stop_what_lands() -> None:
+    """Half of it may go first, where a graph is dropped by another thread; memory was looked for by its elements."""
+    device = SimulatedDevice()
+    kept, gone = device.pinned(2, 34, writer="device"), device.pinned(2, 16, writer="device")
+    host = gone.host
+    del gone
+    kept.device.fill_(7)
+    device._land()
+    assert kept.host.tolist() == [[7] * 34] * 2
+    assert host.tolist() == [[0] * 16] * 2
+
+
 @pytest.mark.parametrize("state", ["busy", "held"])
 def test_the_interpreter_ends_whatever_the_device_does(state: str) -> None:
     """A thread inside of torch at that moment aborted the process."""

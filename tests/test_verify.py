@@ -381,3 +381,15 @@ def test_explain_lists_leaks() -> None:
     with spangraph.compile(spanned(forward)) as compiled:
         compiled(*batch())
         assert "SG201 softmax mixes positions of 'audio' along dim -1" in compiled.explain()
+
+
+def test_a_width_that_the_forward_computes_is_reported_and_not_followed() -> None:
+    """As of a text to speech model that predicts durations; the verification broke off."""
+
+    def forward(self: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+        return x[:, torch.arange(lengths.max()) % x.shape[1]]
+
+    model = spangraph.declare(plain(forward), wave=lambda out, x, lengths: from_lengths(lengths))
+    report = verify(model, (torch.rand(2, 10), torch.tensor([3, 10])))
+    assert [found.rule for found in report.errors] == ["SG401"]
+    assert "the width of 'wave'" in next(found.message for found in report.warnings if found.rule == "SG204")
