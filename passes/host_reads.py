@@ -198,8 +198,8 @@ def host_read_error(reads: list[Diagnostic]) -> HostReadError:
     for read in reads:
         counts[read.where, read.message, "" if read.fix == _FIX else f" Fix: {read.fix}"] += read.count
     lines = [f"  {place or 'unknown line'}: {what} ({count}x){fix}" for (place, what, fix), count in counts.items()]
+    fix = f"Fix: {_FIX} spangraph.compile(verify='warn') runs a model uncaptured, if no shape depends on what it reads."
     return HostReadError(
-        "SG401 host reads in the forward:\n"
-        + "\n".join([*lines, f"Fix: {_FIX} spangraph.compile(verify='warn') runs such a model uncaptured."]),
+        "SG401 host reads in the forward:\n" + "\n".join([*lines, fix]),
         reads,
     )

@@ -6,7 +6,8 @@ host after the step: no host read in the model, no padded copies.
 
 from spangraph import kernels as kernels  # registers the operators, before anything traces
 from spangraph.backends import Backend, InlineBackend
-from spangraph.compile import Compiled, compile
+from spangraph.compile import compile
+from spangraph.compiled import Compiled
 from spangraph.counts import Counts, Statistics
 from spangraph.cuda import CudaBackend
 from spangraph.declare import declare

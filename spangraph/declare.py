@@ -208,11 +208,16 @@ def _adapt(
     spans = {name: fn(out, *args, **kwargs) for name, fn in adapter.outputs.items()}
     values = {name: fn(out, *args, **kwargs) for name, fn in adapter.row_values.items()}
     given = {name: value for name, value in spans.items() if value is not None}
-    outputs = {name: _pick(declaration, out, name) for name in given}
+    outputs = {name: pick_output(declaration, out, name) for name in given}
     return SpannedOutput(outputs, given, {name: v for name, v in values.items() if v is not None})
 
 
-def _pick(declaration: Declaration, out: Any, name: str) -> Any:
+def pick_output(declaration: Declaration, out: Any, name: str) -> Any:
+    """What a declared name means in what the module returned: that tensor, or its field, key or index.
+
+    Raises:
+        DeclarationError: SG101, if there is no such thing.
+    """
     if isinstance(out, Tensor) and len(declaration.spans) == 1:
         return out
     if isinstance(out, SpannedOutput) and name in out.outputs:

@@ -28,7 +28,7 @@ from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch.fx.traceback import preserve_node_meta
 
 from spangraph.backends import preserve_generators
-from spangraph.declare import Declaration, _pick
+from spangraph.declare import Declaration, pick_output
 from spangraph.errors import TraceError
 from spangraph.export import Forward, export_model
 from spangraph.host_state import HostState
@@ -110,7 +110,7 @@ class _GraphMarking(Marking):
         if (adapter := declaration.adapter) is not None:
             spans = {name: fn(out, *args, **kwargs) for name, fn in adapter.outputs.items()}
             values = {name: fn(out, *args, **kwargs) for name, fn in adapter.row_values.items()}
-            outputs = {name: _pick(declaration, out, name) for name in spans if spans[name] is not None}
+            outputs = {name: pick_output(declaration, out, name) for name in spans if spans[name] is not None}
         elif isinstance(out, SpannedOutput):
             outputs, spans, values = out.outputs, out.output_spans, out.row_values
         for name, column in spans.items():

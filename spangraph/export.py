@@ -286,6 +286,7 @@ class _RefuseWrites(TorchDispatchMode):
             if (label := self._labels.get(storage_key(tensor))) is not None:
                 raise HostStateError(
                     f"the forward writes {label} otherwise than as a registered buffer of its module, so a graph would"
-                    " get a copy of its own: register it, and write it as self.name."
+                    " get a copy of its own: register it, and write it as self.name; trace='auto' runs such a model"
+                    " opaquely."
                 )
         return func(*args, **(kwargs or {}))

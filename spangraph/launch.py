@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spangraph.backends import Event
 from spangraph.counts import count_row
-from spangraph.errors import StagingError, StaleStepError
+from spangraph.errors import InputError, StagingError, StaleStepError
 from spangraph.slots import Region
 
 if TYPE_CHECKING:
@@ -75,6 +75,24 @@ class Launch:
             state = "leased" if self.is_read else "open"
         rows = "" if self.row_ids is None else f", rows {list(self.row_ids)[:4]}"
         return f"step {self.generation} ({state}, graph {self.tail.graph}{rows})"
+
+
+def checked_ids(rows: Sequence[Hashable]) -> tuple[Hashable, ...]:
+    """Row ids, each of which can be a key and is there once.
+
+    Raises:
+        InputError: if not.
+    """
+    if isinstance(rows, str):
+        raise InputError(f"rows={rows!r} is one string: expected a sequence of row ids.")
+    ids = tuple(rows)
+    try:
+        distinct = len(set(ids))
+    except TypeError as error:
+        raise InputError(f"row ids {list(ids)} cannot be keys ({error}): use strings, numbers or tuples.") from None
+    if distinct != len(ids):
+        raise InputError(f"row ids {list(ids)} hold one id twice: every row needs its own.")
+    return ids
 
 
 def stale_error(launch: Launch) -> StaleStepError:

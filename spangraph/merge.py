@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from spangraph.errors import InputError, MergeError, RingFullError
-from spangraph.launch import Launch
+from spangraph.launch import Launch, checked_ids
 from spangraph.rows import Rows, Window
 from spangraph.spans import refuse_mixed
 from spangraph.step import Step
@@ -26,7 +26,7 @@ def run_each(
     timeout: float | None,
 ) -> Any:
     """See `Compiled.run_each`."""
-    ids = None if rows is None else _checked(rows)
+    ids = None if rows is None else checked_ids(rows)
     in_flight: deque[Step] = deque()
     results: list[Any] = []
     row_ids: list[tuple[Hashable, ...]] = []
@@ -70,19 +70,6 @@ def run_each(
         for step in in_flight:
             step.release()
     return _merge_results(results, row_ids)
-
-
-def _checked(rows: Sequence[Hashable]) -> tuple[Hashable, ...]:
-    if isinstance(rows, str):
-        raise InputError(f"rows={rows!r} is one string: expected a sequence of row ids.")
-    ids = tuple(rows)
-    try:
-        distinct = len(set(ids))
-    except TypeError as error:
-        raise InputError(f"row ids {list(ids)} cannot be keys ({error}): use strings, numbers or tuples.") from None
-    if distinct != len(ids):
-        raise InputError(f"row ids {list(ids)} hold one id twice: every row needs its own.")
-    return ids
 
 
 def _call(index: int, request: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:

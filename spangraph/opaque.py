@@ -50,10 +50,14 @@ class OpaqueRoot(nn.Module):
             self.notes = (marking.infos, template, paths, spec)
         elif changed := [what for what, value in found.items() if value != self._expected[what]]:
             what = changed[0]
+            advice = (
+                "One signature must always return the same outputs and spans; use another walk or a constant argument."
+            )
+            if what == "spanned shapes":
+                advice = "A shape depends on values: pad it to one that inputs have, and declare its extent as a span."
             raise TraceError(
                 f"the model's output has other {what} than at its first run: {found[what]}, not"
-                f" {self._expected[what]}. One signature must always return the same outputs and spans; use another"
-                " walk or a constant argument."
+                f" {self._expected[what]}. {advice}"
             )
         for value, spans in marking.values.values():
             leaves.append(value)

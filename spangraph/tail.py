@@ -15,7 +15,7 @@ from spangraph.backends import Backend
 from spangraph.counts import Counts
 from spangraph.errors import InputError, RowLookupError, SpanError, StaleGraphError, StepStateError
 from spangraph.kernels.compact import COPY_WORDS
-from spangraph.launch import Launch
+from spangraph.launch import Launch, checked_ids
 from spangraph.passes.span_maps import SpanMap
 from spangraph.ring import Ring
 from spangraph.rows import Cut
@@ -236,20 +236,12 @@ class Tail:
             raise InputError(f"num_rows={num_rows} of a batch of {size} rows: expected 0 to {size}.")
         if rows is None:
             return None, real
-        if isinstance(rows, str):
-            raise InputError(f"rows={rows!r} is one string: expected a sequence of row ids.")
-        ids = tuple(rows)
+        ids = checked_ids(rows)
         if len(ids) != real:
             raise InputError(
                 f"{len(ids)} row ids for {real} real rows: give one id per real row. num_rows= says how many of the"
                 f" batch's {size} rows are real; the others are padding."
             )
-        try:
-            distinct = len(set(ids))
-        except TypeError as error:
-            raise InputError(f"row ids {list(ids)} cannot be keys ({error}): use strings, numbers or tuples.") from None
-        if distinct != len(ids):
-            raise InputError(f"row ids {list(ids)} hold one id twice: every row needs its own.")
         return ids, real
 
     @contextlib.contextmanager

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from spangraph.backends import Backend
 from spangraph.buckets import BATCH, Buckets, pad, padded_shape
+from spangraph.builder import SignatureBuilder
 from spangraph.counts import Statistics
-from spangraph.errors import InputError, TraceError
+from spangraph.errors import DeclarationError, InputError, TraceError
 from spangraph.passes.sources import drop_sources
-from spangraph.signature import Signature, SignatureBuilder
+from spangraph.signature import Signature
 from spangraph.slots import Copy
 from spangraph.structure import CallSpec, Constant, normalise_call, split_call
 
@@ -274,7 +275,14 @@ class WalkGraphs:
                 batch = dict(zip(self.buckets.names, bucket, strict=True)).get(BATCH)
             counts = self._statistics.of(self.name, label)
             with drop_sources() as kept:
-                signature = self._builder.build(call, inputs, counts=counts, batch=batch, make_room=make_room)
+                try:
+                    signature = self._builder.build(call, inputs, counts=counts, batch=batch, make_room=make_room)
+                except DeclarationError as error:
+                    unnamed = [p.name for p in padding or () if not p.dims]
+                    if not unnamed or not str(error).startswith("SG103"):
+                        raise
+                    hint = f"Inputs that dims= does not name are not padded: {unnamed}."
+                    raise DeclarationError(f"{error} {hint}", error.where) from None
                 kept += [instance.gm for instance in signature.instances]
             signature.pad_values, signature.shapes = [p.value for p in padding or ()], shapes
             for c in counts:

@@ -435,6 +435,14 @@ def test_spans_of_other_rows_than_the_batch() -> None:
         run(torch.randn(3, 2), torch.tensor([1, 1, 1]))
 
 
+def test_an_input_that_was_forgotten_is_named() -> None:
+    run = spangraph.compile(Toy(), buckets={"batch": (4,)}, dims={"x": {0: "batch"}})
+    with pytest.raises(
+        DeclarationError, match=r"SG103 .*Inputs that dims= does not name are not padded: \['lengths'\]"
+    ):
+        run(torch.randn(2, 3), torch.tensor([1, 1]))
+
+
 def test_a_model_without_spans() -> None:
     run = spangraph.compile(plain(lambda self, x: x + 1), buckets={"batch": (4,)})
     assert run(torch.zeros(3, 2)).tolist() == [[1.0, 1.0]] * 3
