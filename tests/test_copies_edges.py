@@ -221,12 +221,12 @@ def test_steps_in_flight_are_done_before_a_trace(monkeypatch: pytest.MonkeyPatch
     run = spangraph.compile(Toy(), backend=device, depth=2)
     step = run.launch(*batch((3, 5)))
     seen = []
-    trace = spangraph.signature.trace_model
+    trace = spangraph.builder.trace_model
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         seen.append(step.is_done)
         return trace(*args, **kwargs)
 
-    monkeypatch.setattr(spangraph.signature, "trace_model", watched)
+    monkeypatch.setattr(spangraph.builder, "trace_model", watched)
     run.launch(*batch((3, 5), width=9))
     assert seen == [True]

@@ -375,7 +375,7 @@ def test_closing_frees_what_was_held() -> None:
     device.synchronize()
     other = spangraph.compile(Toy(), backend=device, copies={"audio": "host"})
     other(*batch())
-    assert len([1 for host, _ in device._landings if host() is not None]) == 2
+    assert len([1 for landing in device._landings if landing.host() is not None]) == 2
 
 
 @BACKENDS
