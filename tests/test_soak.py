@@ -16,7 +16,7 @@ def test_no_row_is_wrong_and_memory_is_flat() -> None:
     found = re.findall(r"^(.+?) +([\d,-]+)$", done.stdout, re.MULTILINE)
     figures = {name: int(number.replace(",", "")) for name, number in found if name[0].islower()}
     assert figures["wrong"] == figures["slots lost"] == 0
-    assert figures["rows compared"] > 100 * SECONDS
+    assert figures["rows compared"] > 10 * SECONDS  # some hundred a second where nothing else runs
     for name in ("cancelled", "dropped", "owned", "rows withheld", "evictions"):
         assert figures[name] > 0, name
     assert figures["pinned, most, KB"] < 2 * figures["pinned, least, KB"]
