@@ -55,17 +55,6 @@ class Graph(Protocol):
         ...
 
 
-class _Unprofiled:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-
-_UNPROFILED = _Unprofiled()
-
-
 @dataclass(frozen=True)
 class Pinned:
     """Host-visible memory: what the host reads and writes, and what a kernel is given. One tensor on CUDA."""
@@ -150,7 +139,7 @@ class Backend(ABC):
         any more."""
 
     def begin_launch(self) -> None:  # noqa: B027
-        """Called on the launching thread before a launch, where captures and launches must not meet."""
+        """Called on the launching thread before a launch of a static backend, whose captures it must not meet."""
 
     def end_launch(self) -> None:  # noqa: B027
         """Called on the same thread once the launch was enqueued or given up."""
@@ -159,10 +148,12 @@ class Backend(ABC):
         """Make the backend's device the current one."""
         return contextlib.nullcontext()
 
+    is_profiled: Callable[[], bool] = staticmethod(torch._C._autograd._profiler_enabled)  # pyright: ignore[reportAttributeAccessIssue]
+    """Whether host work is to be put in a `range`."""
+
     def range(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """A profiler range around host work; free while no profiler runs, and never a synchronisation."""
-        running = torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]
-        return torch.profiler.record_function(name) if running else _UNPROFILED
+        """A profiler range around host work; never a synchronisation."""
+        return torch.profiler.record_function(name)
 
     def read(self, cursor: Tensor) -> int:
         """The value of a device word; only after `synchronize`."""

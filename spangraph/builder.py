@@ -97,7 +97,7 @@ class SignatureBuilder:
         call: CallSpec,
         tensors: Sequence[Tensor],
         *,
-        counts: tuple[Counts, ...],
+        counts: Counts,
         make_room: Callable[[int], None],
         batch: int | None = None,
     ) -> Signature:
@@ -144,7 +144,7 @@ class SignatureBuilder:
         call: CallSpec,
         tensors: Sequence[Tensor],
         *,
-        counts: tuple[Counts, ...],
+        counts: Counts,
         make_room: Callable[[int], None],
         batch: int | None,
     ) -> Signature:
@@ -175,7 +175,7 @@ class SignatureBuilder:
         trace: Trace,
         prepared: Prepared,
         inputs: Sequence[Tensor],
-        counts: tuple[Counts, ...],
+        counts: Counts,
         make_room: Callable[[int], None],
         batch: int | None,
     ) -> Signature:

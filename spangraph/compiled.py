@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from spangraph.backends import Backend, resolve_backend
 from spangraph.buckets import Buckets, pad, regions
 from spangraph.builder import SignatureBuilder
-from spangraph.counts import Counts, Statistics, count_miss
+from spangraph.counts import Counts, Statistics
 from spangraph.declare import find_declarations
 from spangraph.errors import ClosedError, DeclarationError, InputError, StaleGraphError
+from spangraph.launch import Launch
 from spangraph.memory import Memory, measure_compiled
 from spangraph.merge import run_each
 from spangraph.passes.marks import public_names
@@ -154,45 +155,76 @@ class Compiled:
             TraceError, HostReadError, DeclarationError, CaptureError: at a signature's first launch.
             and whatever the model raises; later launches are not affected.
         """
+        if self._backend.is_profiled():
+            with self._backend.range("spangraph.launch"):
+                return self._launch(args, kwargs, walk, rows, num_rows, wait=wait, timeout=timeout)
+        return self._launch(args, kwargs, walk, rows, num_rows, wait=wait, timeout=timeout)
+
+    def _launch(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        walk: str | None,
+        rows: Sequence[Hashable] | None,
+        num_rows: int | None,
+        *,
+        wait: bool,
+        timeout: float | None,
+    ) -> Step:
+        # This runs at every step, so it is written to call little.
         ring = self._ring
         refuse_nested()
-        with self._backend.range("spangraph.launch"), ring.lock:
+        with ring.lock:
             if ring.is_closed:
                 raise ClosedError("launch on a closed object: compile the model again.")
-            found, leaves = self._find(walk, args, kwargs)
-            signature = found.signature
-            ids, real = signature.tails[0].check_rows(rows, num_rows, found.batch)
-            with self._backend.guard():
-                launch = ring.reserve(signature.tails, ids, real, wait=wait, timeout=timeout)
+            graphs = self._walks.get(self._walk if walk is None else walk) or self._graphs_of(walk)
+            found, signature, leaves = graphs.find(args, kwargs)
+            if self._drop_stale(signature):
+                found, signature, leaves = graphs.find(args, kwargs, "weights replaced")
+            tails = signature.tails
+            if rows is None and num_rows is None:
+                ids, real = None, tails[0].num_rows if found.batch is None else found.batch
+            else:
+                ids, real = tails[0].check_rows(rows, num_rows, found.batch)
+            if self._backend.static:
+                with self._backend.guard():
+                    launch = ring.reserve(tails, ids, real, wait=wait, timeout=timeout)
+                    self._replay(signature, launch, leaves)
+            else:
+                launch = ring.reserve(tails, ids, real, wait=wait, timeout=timeout)
                 try:
-                    instance = signature.instances[signature.tails.index(launch.tail)]
-                    if instance.graph is None:
-                        ring.commit(launch, run(signature.trace, instance.gm, _inputs(signature, leaves)))
-                    else:
-                        if ring.debug:
-                            instance.tail.check_inputs()
-                        buffers = self._upload(instance, leaves, signature.pad_values)
-                        instance.graph.replay()
-                        event = ring.commit(launch, instance.tail.outputs)
-                        if buffers is not None:
-                            instance.uploads.append((buffers, event))
+                    inputs = leaves if found.strides is signature.strides else _inputs(signature, found, leaves)
+                    instance = signature.instances[tails.index(launch.tail)]
+                    ring.commit(launch, run(signature.trace, instance.gm, inputs))
                 except BaseException:
                     ring.abort(launch)
                     raise
-            for counts in signature.counts:
-                counts.hits += not found.reason
-                counts.elements += found.elements
-                counts.padding_elements += signature.num_elements - found.elements
+            counts = signature.counts
+            counts.elements += found.elements
+            counts.padding_elements += signature.num_elements - found.elements
             if found.reason:
-                count_miss(signature.counts, found.reason)
+                counts.misses += 1
+                counts.reasons[found.reason] = counts.reasons.get(found.reason, 0) + 1
+            else:
+                counts.hits += 1
         return Step(ring, launch, signature.make_result)
 
-    def _find(self, walk: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Found, Sequence[Tensor]]:
-        graphs = self._graphs_of(walk)
-        found, leaves = graphs.find(args, kwargs)
-        if self._drop_stale(found.signature):
-            return graphs.find(args, kwargs, "weights replaced")
-        return found, leaves
+    def _replay(self, signature: Signature, launch: Launch, leaves: Sequence[Tensor]) -> None:
+        """Enqueue the launch's graph on its inputs."""
+        ring = self._ring
+        try:
+            instance = signature.instances[signature.tails.index(launch.tail)]
+            assert instance.graph is not None, "it was captured"
+            if ring.debug:
+                instance.tail.check_inputs()
+            buffers = self._upload(instance, leaves, signature.pad_values)
+            instance.graph.replay()
+            event = ring.commit(launch, instance.tail.outputs)
+            if buffers is not None:
+                instance.uploads.append((buffers, event))
+        except BaseException:
+            ring.abort(launch)
+            raise
 
     def _drop_stale(self, signature: Signature) -> bool:
         """Whether the model has other weights than the signature, which is dropped then, to be built anew.
@@ -415,11 +447,14 @@ class Compiled:
         return f"<Compiled {type(self._model).__name__} on {self._backend.name}; {self._ring.describe()}>"
 
 
-def _inputs(signature: Signature, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+def _inputs(signature: Signature, found: Found, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
     """What a graph that runs inline is given: padded, and with the strides that it was traced for."""
+    given = leaves
     if signature.pad_values:
         padding = zip(leaves, signature.shapes, signature.pad_values, strict=True)
         leaves = [pad(leaf, shape, value) for leaf, shape, value in padding]
-    if not signature.strides:
-        return leaves
-    return [restrided(leaf, stride) for leaf, stride in zip(leaves, signature.strides, strict=True)]
+    if signature.strides:
+        leaves = [restrided(leaf, stride) for leaf, stride in zip(leaves, signature.strides, strict=True)]
+    if all(leaf is own for leaf, own in zip(leaves, given, strict=True)):
+        found.strides = signature.strides  # the next ones of this kind fit, too
+    return leaves

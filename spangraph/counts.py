@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 WAIT_BOUNDS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Upper ends of the bins of `Counts.wait_times`, in seconds; the last bin has none."""
-
-_lock = threading.Lock()  # of what readers count, on any thread
 
 
 @dataclass
@@ -58,6 +54,10 @@ class Counts:
     wait_times: list[int] = field(default_factory=lambda: [0] * (len(WAIT_BOUNDS) + 1))
     reasons: dict[str, int] = field(default_factory=dict)
 
+    def now(self) -> Counts:
+        """A copy that does not change."""
+        return replace(self, wait_times=self.wait_times.copy(), reasons=self.reasons.copy())
+
     @contextlib.contextmanager
     def expect(self, **deltas: int) -> Iterator[None]:
         """For tests: by how much the block changes some counts.
@@ -72,9 +72,10 @@ class Counts:
         known = {f.name for f in fields(self) if isinstance(getattr(self, f.name), int)}
         if unknown := sorted(set(deltas) - known):
             raise TypeError(f"expect() got {unknown}: expected some of {sorted(known)}.")
-        before = replace(self)
+        before = self.now()
         yield
-        found = {name: getattr(self, name) - getattr(before, name) for name in deltas}
+        after = self.now()
+        found = {name: getattr(after, name) - getattr(before, name) for name in deltas}
         wrong = [f"{name} changed by {found[name]}, expected {n}" for name, n in deltas.items() if found[name] != n]
         if wrong:
             raise AssertionError("; ".join(wrong))
@@ -88,49 +89,42 @@ def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, list | dict) else value
 
 
-def count_miss(counts: Iterable[Counts], reason: str) -> None:
-    """A launch that found no graph."""
-    for c in counts:
-        c.misses += 1
-        c.reasons[reason] = c.reasons.get(reason, 0) + 1
+class _Total(Counts):
+    """The sum of several, as it was when this was made; `expect` sees what is added later."""
 
+    def __init__(self, parts: Mapping[Any, Counts]) -> None:
+        super().__init__()
+        self._parts = parts
+        for part in list(parts.values()):  # at once: other threads launch meanwhile
+            for name, value in vars(part.now()).items():
+                if name == "reasons":
+                    for reason, number in value.items():
+                        self.reasons[reason] = self.reasons.get(reason, 0) + number
+                elif name == "wait_times":
+                    self.wait_times = [own + other for own, other in zip(self.wait_times, value, strict=True)]
+                else:
+                    setattr(self, name, getattr(self, name) + value)
 
-def count_wait(counts: Iterable[Counts], seconds: float) -> None:
-    """A wait that ended with a step's spans."""
-    index = bisect_left(WAIT_BOUNDS, seconds)
-    for c in counts:
-        c.waits += 1
-        c.wait_times[index] += 1
-
-
-def count_row(counts: Iterable[Counts], seen: set[Any], row: tuple[int, str], *, is_bad: bool) -> None:
-    """A row of an output that yields no tensor: withheld or bad; `seen` are those of its step that were counted."""
-    with _lock:
-        if row in seen:
-            return
-        seen.add(row)
-        for c in counts:
-            if is_bad:
-                c.bad_spans += 1
-            else:
-                c.withheld += 1
+    def now(self) -> Counts:
+        return _Total(self._parts)
 
 
 class Statistics(Mapping[tuple[str, str], Counts]):
     """Counts per walk and bucket: `(walk, bucket) -> Counts`. A bucket is named like `"batch=8, frames=200"`; launches
     without buckets are under `""`, and those that ran eagerly under `"(eager)"`.
-
-    Attributes:
-        total: of all together.
     """
 
     def __init__(self) -> None:
-        self.total = Counts()
         self._parts: dict[tuple[str, str], Counts] = {}
 
-    def of(self, walk: str, bucket: str) -> tuple[Counts, Counts]:
+    @property
+    def total(self) -> Counts:
+        """All of them together, as of now."""
+        return _Total(self._parts)
+
+    def of(self, walk: str, bucket: str) -> Counts:
         """What a launch of this walk and bucket counts in."""
-        return self._parts.setdefault((walk, bucket), Counts()), self.total
+        return self._parts.setdefault((walk, bucket), Counts())
 
     def __getitem__(self, key: tuple[str, str]) -> Counts:
         return self._parts[key]
@@ -152,7 +146,8 @@ class Statistics(Mapping[tuple[str, str], Counts]):
         """A table for people."""
         columns = ("walk", "bucket", "launches", "hits", "rows", "padding", "elements", "padding", "staged", "copied")
         table: list[tuple[str, ...]] = [(*columns, "withheld", "bad", "overflows", "evictions", "wait (median)")]
-        for (walk, bucket), c in [*self._parts.items(), (("total", ""), self.total)]:
+        total = self.total
+        for (walk, bucket), c in [*self._parts.items(), (("total", ""), total)]:
             cells = [f"{c.launches:,}", _share(c.hits, c.launches)]
             cells += f"{c.rows:,}", _share(c.padding_rows, c.rows + c.padding_rows)
             cells += f"{c.elements:,}", _share(c.padding_elements, c.elements + c.padding_elements)
@@ -164,7 +159,7 @@ class Statistics(Mapping[tuple[str, str], Counts]):
             names = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
             numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
             lines.append("  ".join(names + numbers))
-        misses = [f"misses, {reason}: {number:,}" for reason, number in list(self.total.reasons.items())]
+        misses = [f"misses, {reason}: {number:,}" for reason, number in total.reasons.items()]
         return "\n".join([*map(str.rstrip, lines), *misses])
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from spangraph.backends import Event
-from spangraph.counts import count_row
 from spangraph.errors import InputError, StagingError, StaleStepError
 from spangraph.slots import Region
 
@@ -20,18 +19,13 @@ if TYPE_CHECKING:
     from spangraph.tail import Tail
 
 _logger = logging.getLogger("spangraph")
+_counting = threading.Lock()  # of what readers count, on any thread
 
 
-@dataclass(eq=False, slots=True)
 class Launch:
     """What the ring knows of one launch. `Step` is the caller's handle to it."""
 
-    tail: Tail
-    generation: int
-    slot: int | None  # None: nothing is staged, or the slot was freed
-    copy_slot: int | None  # None: nothing is copied, or the lease has ended
-    row_ids: Sequence[Hashable] | None
-    num_rows: int
+    # Of the class until they change, as one is made at every step.
     outputs: Sequence[Tensor] = ()
     event: Event | None = None
     words: memoryview | None = None
@@ -41,11 +35,27 @@ class Launch:
     is_cancelled: bool = False
     is_dropped: bool = False  # and the ring has taken back what it held
     has_overflowed: bool = False  # some of its copies did not fit
-    withheld: set[tuple[int, str | None]] = field(default_factory=set)  # (position, output, or None for all)
     stops: frozenset[Hashable] | None = None  # row ids; None: its stop check, if there is one, has not run
-    readers: list[Any] = field(default_factory=list)  # streams that were current when its rows were asked for
-    counted: set[tuple[int, str]] = field(default_factory=set)  # withheld and bad rows, each once per output
-    taken: list[tuple[weakref.ref[Tensor], str]] = field(default_factory=list)  # rows and where, while debugging
+    counted: set[tuple[int, str]] | None = None  # withheld and bad rows, each once per output
+    taken: tuple[tuple[weakref.ref[Tensor], str], ...] = ()  # rows and where, while debugging
+
+    def __init__(
+        self,
+        tail: Tail,
+        generation: int,
+        slot: int | None,
+        copy_slot: int | None,
+        row_ids: Sequence[Hashable] | None,
+        num_rows: int,
+    ) -> None:
+        self.tail = tail
+        self.generation = generation
+        self.slot = slot  # None: nothing is staged, or the slot was freed
+        self.copy_slot = copy_slot  # None: nothing is copied, or the lease has ended
+        self.row_ids = row_ids
+        self.num_rows = num_rows
+        self.withheld: set[tuple[int, str | None]] = set()  # (position, output, or None for all)
+        self.readers: list[Any] = []  # streams that were current when its rows were asked for
 
     def crop(self, region: Region, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """What lies in its copy slot from byte `offset` of a region on.
@@ -60,13 +70,24 @@ class Launch:
 
     def note(self, position: int, name: str, *, is_bad: bool = False) -> None:
         """Count a row of an output that yields no tensor, once."""
-        if self.tail is not None:  # of owned rows there is none, and they were counted before
-            count_row(self.tail.counts, self.counted, (position, name), is_bad=is_bad)
+        if self.tail is None:  # of owned rows, which were counted before
+            return
+        with _counting:
+            self.counted = set() if self.counted is None else self.counted
+            if (position, name) in self.counted:
+                return
+            self.counted.add((position, name))
+            if is_bad:
+                self.tail.counts.bad_spans += 1
+            else:
+                self.tail.counts.withheld += 1
 
     def owned(self) -> Launch:
         """What rows that are the caller's need of it, and nothing that is the ring's."""
         none: Any = None
-        return Launch(none, self.generation, None, None, self.row_ids, self.num_rows, withheld=self.withheld)
+        launch = Launch(none, self.generation, None, None, self.row_ids, self.num_rows)
+        launch.withheld = self.withheld
+        return launch
 
     def __str__(self) -> str:
         if self.is_released:
@@ -108,7 +129,7 @@ def stale_error(launch: Launch) -> StaleStepError:
 def report_taken(launch: Launch) -> None:
     """While debugging: name the rows that somebody still holds, though their memory is no longer theirs."""
     alive = [where for ref, where in launch.taken if ref() is not None]
-    launch.taken.clear()
+    launch.taken = ()
     if alive:
         _logger.warning(
             "%s was released while %d of its rows are still held, taken at %s: they hold poison from now on. Drop them"

@@ -16,6 +16,7 @@ import ctypes
 import logging
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Sequence
 from math import inf
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from spangraph.backends import Backend, Event, debug_enabled, storage_bytes
-from spangraph.counts import count_wait
+from spangraph.counts import WAIT_BOUNDS
 from spangraph.errors import (
     ClosedError,
     InputError,
@@ -113,16 +114,55 @@ class Ring:
             RingFullError: if `depth` steps are open or leased, or the graph's outputs are (and `wait` is false).
             StepTimeoutError: if waiting for room took longer than `timeout` seconds.
         """
-        deadline = _deadline(timeout)
-        sleep, warn_at = _FIRST_SLEEP, 0.0
         if self._reserved is not None:
             raise StepStateError(f"a launch inside the launch of {self._reserved}: end that one first.")
-        while True:
-            if self.is_closed:
-                raise ClosedError("launch on a closed object: compile the model (or build the stager) again.")
+        if self.is_closed:
+            raise ClosedError("launch on a closed object: compile the model (or build the stager) again.")
+        if self._dropped or self._dying or self._quarantine:
             self._reap()
-            if len(self._live) < self.depth and (tail := self._find_tail(tails)) is not None:
-                break
+        tail = self._free_tail(tails) if len(self._live) < self.depth else None
+        if tail is None or timeout is not None:
+            tail = self._wait_for_room(tails, tail, wait=wait, timeout=timeout)
+        is_static = self.backend.static
+        if is_static:
+            self.backend.begin_launch()
+            try:
+                self._order()
+                self._settle_cursor(tail)
+            except BaseException:
+                self.backend.end_launch()
+                raise
+        elif self._cursor_in_doubt:
+            self._settle_cursor(tail)
+        generation = self._next
+        if not tail.columns:
+            launch = Launch(tail, generation, None, None, row_ids, num_rows)
+        else:
+            slot = self._take_slot(tail)
+            copy_slot = None if tail.copies is None else self._free_copies.popleft()
+            launch = Launch(tail, generation, slot, copy_slot, row_ids, num_rows)
+            base = (generation - 1) % self.num_slots * CONTROL_WORDS
+            record: list[Any] = [slot, num_rows, tail.graph, -1 if copy_slot is None else copy_slot]
+            self._control[base + 1 : base + CONTROL_WORDS] = record
+            self._control[base] = generation  # last: a record is never half of one and half of another
+            self._next = generation + 1
+        self._live[id(launch)] = launch
+        if is_static and (tail.holds_outputs or tail.may_overflow):
+            tail.occupant = launch
+        self._reserved = launch
+        return launch
+
+    def _wait_for_room(self, tails: Sequence[Tail], tail: Tail | None, *, wait: bool, timeout: float | None) -> Tail:
+        """The first tail that can be launched, as soon as there is one.
+
+        Raises:
+            see `reserve`.
+        """
+        deadline = _deadline(timeout)
+        sleep, warn_at = _FIRST_SLEEP, 0.0
+        if tail is None and len(self._live) < self.depth:
+            tail = self._find_tail(tails)
+        while tail is None:
             problem = self._why_full(tails[0])
             if not wait and not self._is_settling(tails):
                 raise RingFullError(problem)
@@ -138,47 +178,32 @@ class Ring:
             finally:
                 self._waiters -= 1
             sleep = min(sleep * 2, _LAST_SLEEP)
-        self.backend.begin_launch()
-        try:
-            self._order()
-            self._settle_cursor(tail)
-        except BaseException:
-            self.backend.end_launch()
-            raise
-        if not tail.columns:
-            launch = Launch(tail, self._next, None, None, row_ids, num_rows)
-        else:
-            slot = self._take_slot(tail)
-            copy_slot = self._free_copies.popleft() if tail.copies is not None else None
-            launch = Launch(tail, self._next, slot, copy_slot, row_ids, num_rows)
-            base = (self._next - 1) % self.num_slots * CONTROL_WORDS
-            record: list[Any] = [slot, num_rows, tail.graph, -1 if copy_slot is None else copy_slot]
-            self._control[base + 1 : base + CONTROL_WORDS] = record
-            self._control[base] = self._next  # last: a record is never half of one and half of another
-            self._next += 1
-        self._live[id(launch)] = launch
-        if (tail.holds_outputs or tail.may_overflow) and self.backend.static:
-            tail.occupant = launch
-        self._reserved = launch
-        return launch
+            if self.is_closed:
+                raise ClosedError("launch on a closed object: compile the model (or build the stager) again.")
+            self._reap()
+            tail = self._find_tail(tails) if len(self._live) < self.depth else None
+        return tail
 
     def commit(self, launch: Launch, outputs: Sequence[Tensor]) -> Event:
         """The launch was enqueued: record its event on the stream that replayed it."""
+        backend, tail, num_rows = self.backend, launch.tail, launch.num_rows
         launch.outputs = () if launch.is_released else outputs
-        launch.event = self.backend.record()
+        launch.event = event = backend.record()
         self._reserved = None
-        self._last = (self.backend.stream(), launch.event)
-        self.backend.end_launch()
-        for counts in launch.tail.counts:
-            counts.launches += 1
-            counts.rows += launch.num_rows
-            counts.padding_rows += launch.tail.num_rows - launch.num_rows
-        return launch.event
+        if backend.static:
+            self._last = (backend.stream(), event)
+            backend.end_launch()
+        counts = tail.counts
+        counts.launches += 1
+        counts.rows += num_rows
+        counts.padding_rows += tail.num_rows - num_rows
+        return event
 
     def abort(self, launch: Launch) -> None:
         """The launch raised half-way: drain, read the cursor, re-base, so that the next launch is in step."""
         self._reserved = None
-        self.backend.end_launch()
+        if self.backend.static:
+            self.backend.end_launch()
         self._fail(launch, StepStateError(f"{launch}: its launch raised, so it holds no values."))
         self._rebase()
 
@@ -206,7 +231,7 @@ class Ring:
 
     def _order(self) -> None:
         """Let this launch follow the last one, and every consumer of memory that it may overwrite, on the device."""
-        if not self.backend.static or (self._last is None and not self._consumers):
+        if self._last is None and not self._consumers:
             return
         stream = self.backend.stream()
         if self._last is not None and self._last[0] != stream:
@@ -231,9 +256,14 @@ class Ring:
             if tail.may_overflow or tail.neighbours:
                 for other in (tail, *tail.neighbours):
                     self._settle(other)
-            if _occupant(tail) is not None:
+                if _occupant(tail) is not None:
+                    continue
+            elif tail.occupant is not None:
                 continue
-            if not tail.columns or (self._find_slot(tail) is not None and (tail.copies is None or self._free_copies)):
+            if not tail.columns:
+                return tail
+            is_free = self._free if tail.slot is None else tail.slot in self._free
+            if is_free and (tail.copies is None or self._free_copies):
                 return tail
         return None
 
@@ -283,16 +313,12 @@ class Ring:
             )
         return f"no slot is free: dropped steps are still in flight or their waits failed.\n{self.describe()}"
 
-    def _find_slot(self, tail: Tail) -> int | None:
-        if tail.slot is not None:
-            return tail.slot if tail.slot in self._free else None
-        return self._free[0] if self._free else None
-
     def _take_slot(self, tail: Tail) -> int:
-        slot = self._find_slot(tail)
-        assert slot is not None, "reserve checked that a slot is free"
-        self._free.remove(slot)
-        return slot
+        """A slot, of which there is one: `_free_tail` has looked."""
+        if tail.slot is None:
+            return self._free.popleft()
+        self._free.remove(tail.slot)
+        return tail.slot
 
     def _reap(self) -> None:
         """Take back what finalisers and dropped steps left. Queries events, never waits."""
@@ -314,10 +340,6 @@ class Ring:
             if generation <= done:
                 free.append(slot)
         self._quarantine = [entry for entry in self._quarantine if entry[2] > done]
-
-    def _notify(self) -> None:
-        if self._waiters:
-            self._changed.notify_all()
 
     def _is_done(self, launch: Launch) -> bool:
         try:
@@ -351,6 +373,13 @@ class Ring:
 
     # ---- a step's end --------------------------------------------------------------------------------------------
 
+    def wait_and_check(self, launch: Launch, timeout: float | None = None) -> None:
+        """`wait`, then the stop check, if there is one."""
+        if self.stop_checks is None:
+            self.wait(launch, timeout)
+        else:
+            self.stop_checks.wait(self, launch, timeout)
+
     def wait(self, launch: Launch, timeout: float | None = None) -> memoryview | None:
         """Wait for the launch and copy its slot out, once; returns the words, or None if it was released meanwhile.
 
@@ -368,10 +397,13 @@ class Ring:
                 f"{launch} is not launched yet: replay its graph inside `with tail.step():`, and leave the block"
                 " before reading."
             )
-        deadline = _deadline(timeout)
+        deadline = None if timeout is None else _deadline(timeout)
         began = time.perf_counter()
         try:
-            self._wait_event(launch, launch.event, deadline, timeout)
+            if self.wait_kind == "block" and deadline is None:
+                launch.event.synchronize()
+            else:
+                self._poll(launch, launch.event, deadline, timeout)
         except StepTimeoutError:
             raise
         except Exception as error:
@@ -389,37 +421,38 @@ class Ring:
                 raise launch.error
             if not launch.is_read and not launch.is_released:
                 self._read(launch)
-                count_wait(launch.tail.counts, time.perf_counter() - began)
+                counts = launch.tail.counts
+                counts.waits += 1
+                counts.wait_times[bisect_left(WAIT_BOUNDS, time.perf_counter() - began)] += 1
             return launch.words
         finally:
             self.lock.release()
 
     def _read(self, launch: Launch) -> None:
-        slot, buffer = launch.slot, launch.tail.buffer
+        tail, slot = launch.tail, launch.slot
+        buffer = tail.buffer
         if slot is not None and buffer is not None:
-            if (header := buffer.header(slot)) != launch.generation:
-                error = not_staged_error(launch, header)
+            words = buffer.copy_out(slot)
+            if words[0] != launch.generation:
+                error = not_staged_error(launch, words[0])
                 self._fail(launch, error)
                 raise error
-            launch.words = buffer.copy_out(slot)
-            for counts in launch.tail.counts:
-                counts.staged_bytes += buffer.slot_bytes
-            if launch.tail.copies is not None and (stale := launch.tail.read_copies(launch)) is not None:
+            launch.words = words
+            tail.counts.staged_bytes += buffer.slot_bytes
+            if tail.copies is not None and (stale := tail.read_copies(launch)) is not None:
                 error = not_staged_error(launch, stale, "record of copies")
                 self._fail(launch, error)
                 raise error
             self._free_slot(launch)
         launch.is_read = True
-        if launch.tail.may_overflow and not launch.has_overflowed and not launch.tail.holds_outputs:
+        if tail.may_overflow and not launch.has_overflowed and not tail.holds_outputs:
             self._leave_outputs(launch)
-        if not launch.tail.is_leased:
+        if not tail.is_leased:
             self._live.pop(id(launch), None)
-        self._notify()
+        if self._waiters:
+            self._changed.notify_all()
 
-    def _wait_event(self, launch: Launch, event: Event, deadline: float | None, timeout: float | None) -> None:
-        if self.wait_kind == "block" and deadline is None:
-            event.synchronize()
-            return
+    def _poll(self, launch: Launch, event: Event, deadline: float | None, timeout: float | None) -> None:
         slot, buffer = launch.slot, launch.tail.buffer
         header = self.wait_kind == "header" and slot is not None and buffer is not None
         sleep = _FIRST_SLEEP
@@ -439,13 +472,14 @@ class Ring:
 
     def note_reader(self, launch: Launch) -> None:
         """The current stream may read the launch's outputs until its release, whichever stream or thread that is on."""
-        if self.backend.static and (stream := self.backend.stream()) not in launch.readers:
+        if (stream := self.backend.stream()) not in launch.readers:
             launch.readers.append(stream)
 
     def release(self, launch: Launch) -> None:
         """End the lease: the next launch into this memory waits, on the device, for whatever may still read it."""
         with self.lock:
-            self._drop(launch)
+            if not launch.is_dropped:
+                self._drop(launch)
 
     def cancel(self, launch: Launch) -> None:
         """Give a step up, in flight or not. Waits for nothing: if another thread is launching, the ring takes back what
@@ -465,7 +499,7 @@ class Ring:
         launch.is_released = launch.is_dropped = True
         if self.debug:
             report_taken(launch)
-        if launch.tail.is_leased:
+        if launch.tail.is_leased and (self.backend.static or self.backend.debug):
             self._retire(launch)
         if launch.slot is not None:
             self._dying.append(launch)
@@ -477,7 +511,8 @@ class Ring:
             self._free_copies.append(launch.copy_slot)
             launch.copy_slot = None
         self._leave_outputs(launch)
-        self._notify()
+        if self._waiters:
+            self._changed.notify_all()
 
     def _leave_outputs(self, launch: Launch) -> None:
         """Let the graph's next replay overwrite its outputs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Hashable, ItemsView, Iterator, Mapping, Sequence, ValuesView
@@ -93,6 +94,13 @@ class Cut:
                 found.append(tuple(window))
         return found
 
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """Whether a row is a view along dim 0 with one span in one dim, which is found without further ado."""
+        span_map = self.span_map
+        is_single = self.region is None and self.span.words_per_row == 2
+        return is_single and span_map.row_dim == 0 and span_map.is_identity and not self.dtype.is_complex
+
     @property
     def source_dims(self) -> tuple[int, ...]:
         """The spanned dims once the rows have been moved to dim 0."""
@@ -150,18 +158,18 @@ class Rows(Mapping[Hashable, Entry]):
         step: Step | None,
         launch: Launch,
         cut: Cut,
-        spans: memoryview,
+        spans: memoryview | None = None,
         owned: Mapping[int, Entry] | None = None,
         nans: Mapping[int, int] | None = None,
     ) -> None:
         self._step = step  # keeps the lease while the rows are in use
         self._launch = launch
         self._cut = cut
-        self._spans = spans
+        self._spans = spans  # as they were staged; of steps when somebody looks at them
         self._owned = owned
         self._nans = nans
         self._index: dict[Hashable, int] | None = None
-        self._windows_of: dict[int, list[Window]] = {}
+        self._windows_of: dict[int, list[Window]] | None = None
         self._records: memoryview | None = None  # what became of the copies
 
     @property
@@ -248,9 +256,15 @@ class Rows(Mapping[Hashable, Entry]):
         owned = {position: self._as_entry([next(copies) for _ in row]) for position, row in windows.items()}
         nans = {position: self._count_nans(position) for position in windows} if self._cut.casts else None
         self._check_lease()  # still: a release meanwhile may have let a later step write what was copied
-        return Rows(None, self._launch.owned(), self._cut, memoryview(bytes(self._spans)).cast("q"), owned, nans)
+        spans = memoryview(bytes(self._words())).cast("q")
+        return Rows(None, self._launch.owned(), self._cut, spans, owned, nans)
 
     # ---- positions -----------------------------------------------------------------------------------------------
+
+    def _words(self) -> memoryview:
+        if (words := self._spans) is None:
+            words = self._spans = self._launch.tail.column(self._launch, self._cut.column)
+        return words
 
     def _position(self, row_id: Hashable) -> int:
         ids = self._launch.row_ids
@@ -273,18 +287,19 @@ class Rows(Mapping[Hashable, Entry]):
                     yield row_id, position
             except SpanError as error:
                 bad.append(error)
-        if bad:
-            raise SpanError("\n".join(map(str, bad)), [row for error in bad for row in error.rows])
+        _raise_bad(bad)
 
     def _windows(self, position: int) -> list[Window]:
         """A row's parts; none if it is withheld. Raises for a bad one."""
         withheld = self._launch.withheld
         if withheld and ((position, None) in withheld or (position, self._cut.name) in withheld):
             return []
-        if (known := self._windows_of.get(position)) is not None:
+        if self._windows_of is None:
+            self._windows_of = {}
+        elif (known := self._windows_of.get(position)) is not None:
             return known
         try:
-            found = self._windows_of[position] = self._cut.windows(self._spans, position)
+            found = self._windows_of[position] = self._cut.windows(self._words(), position)
         except SpanError as error:
             self._launch.note(position, self._cut.name, is_bad=True)
             row_id = self.row_ids[position]
@@ -296,12 +311,58 @@ class Rows(Mapping[Hashable, Entry]):
     # ---- tensors -------------------------------------------------------------------------------------------------
 
     def _entry(self, position: int) -> Entry | None:
+        if (frame := self._frame()) is not None and not self._launch.withheld:
+            padded, shape, dim, strides, width = frame
+            words = self._words()
+            start, end = words[2 * position], words[2 * position + 1]
+            if 0 <= start < end <= width:
+                shape[dim] = end - start
+                first = padded.storage_offset() + position * strides[0] + start * strides[dim + 1]
+                return padded.as_strided(shape, strides[1:], first)
         windows = self._windows(position)
         if not windows:
             return None
         if self._owned is not None:
             return self._owned[position]
         return self._as_entry(self._crops(position, windows))
+
+    def _frame(self) -> tuple[Tensor, list[int], int, tuple[int, ...], int] | None:
+        """Of a plain cut's views: the output, a row's padded shape, its spanned dim, the output's strides, and the
+        dim's width. None where each row has to be looked at."""
+        cut, launch = self._cut, self._launch
+        if self._owned is not None or not cut.is_plain or self._step is None or self._step._ring.debug:
+            return None
+        outputs = launch.outputs  # before the check: another thread may release meanwhile
+        if launch.is_released:
+            raise stale_error(launch)
+        padded = outputs[cut.output]
+        if type(padded) is not Tensor or padded.is_neg():
+            return None
+        return padded, list(cut.row_shape), cut.span_map.row_dims[0], padded.stride(), cut.widths[0]
+
+    def _entries(self) -> Iterator[tuple[Hashable, Entry]]:
+        """Ids and entries of the delivered rows; raises at the end, for the bad ones."""
+        if (frame := self._frame()) is None:
+            for row_id, position in self._delivered():
+                yield row_id, self._entry(position)
+            return
+        padded, shape, dim, strides, width = frame
+        launch, words, row_strides, as_strided = self._launch, self._words().tolist(), strides[1:], padded.as_strided
+        first, row_stride, stride = padded.storage_offset(), strides[0], strides[dim + 1]
+        bad: list[SpanError] = []
+        for position, (row_id, start, end) in enumerate(zip(self.row_ids, words[::2], words[1::2], strict=True)):
+            if launch.withheld or not 0 <= start < end <= width:
+                try:
+                    if not self._windows(position):
+                        continue
+                except SpanError as error:
+                    bad.append(error)
+                    continue
+            if launch.is_released:
+                raise stale_error(launch)
+            shape[dim] = end - start
+            yield row_id, as_strided(shape, row_strides, first + position * row_stride + start * stride)
+        _raise_bad(bad)
 
     def _as_entry(self, crops: Sequence[Tensor]) -> Entry:
         return tuple(crops) if self._cut.span.max_spans > 1 else crops[0]
@@ -354,7 +415,7 @@ class Rows(Mapping[Hashable, Entry]):
         """While debugging: remember who took memory that dies with the lease."""
         if self._step is not None and self._step._ring.debug:
             where = user_line()
-            self._launch.taken += [(weakref.ref(crop), where) for crop in crops]
+            self._launch.taken += tuple((weakref.ref(crop), where) for crop in crops)
 
     def _record(self, position: int) -> tuple[int, int]:
         """Where the row's copy begins, in units of 16 bytes (below 0: the step did not fit), and its NaNs."""
@@ -380,11 +441,17 @@ class _Items(ItemsView[Hashable, Entry]):
     _mapping: Rows
 
     def __iter__(self) -> Iterator[tuple[Hashable, Entry]]:
-        return ((row_id, self._mapping._entry(position)) for row_id, position in self._mapping._delivered())
+        return self._mapping._entries()
 
 
 class _Values(ValuesView[Entry]):
     _mapping: Rows
 
     def __iter__(self) -> Iterator[Entry]:
-        return (self._mapping._entry(position) for _, position in self._mapping._delivered())
+        return (entry for _, entry in self._mapping._entries())
+
+
+def _raise_bad(bad: Sequence[SpanError]) -> None:
+    """One error for all bad rows of an iteration."""
+    if bad:
+        raise SpanError("\n".join(map(str, bad)), [row for error in bad for row in error.rows])

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, is_grad_enabled, is_inference_mode_enabled
+from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 
 from spangraph.backends import Backend, Event, Graph
 from spangraph.counts import Counts
@@ -50,7 +51,7 @@ class Signature:
     label: str
     trace: Trace
     prepared: Prepared
-    counts: tuple[Counts, ...]
+    counts: Counts
     batch: int | None = None
     cuts: dict[int, Cut] = field(default_factory=dict)
     instances: list[Instance] = field(default_factory=list)
@@ -75,12 +76,11 @@ def restrided(tensor: Tensor, stride: Sequence[int]) -> Tensor:
 
 def run(trace: Trace, gm: fx.GraphModule, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
     """Run the graph under the modes of its trace."""
-    device_type, autocast, _ = trace.autocast
     if (
-        torch.is_grad_enabled()
-        or torch.is_inference_mode_enabled() is not trace.inference
-        or autocast
-        or torch.is_autocast_enabled(device_type)
+        is_grad_enabled()
+        or is_inference_mode_enabled() is not trace.inference
+        or is_any_autocast_enabled()
+        or trace.autocast[1]
     ):
         with trace.context():
             return gm.forward(*leaves)  # type: ignore[no-any-return]

@@ -163,7 +163,7 @@ class SpanStager:
                 num_rows=num_rows,
                 cuts=cuts,
                 values=values,
-                counts=(self._counts,),
+                counts=self._counts,
                 slot=slot,
                 copies=self._copies,
                 copied=copied,

@@ -67,14 +67,15 @@ class Step:
             StepStateError: inside a stop check.
             and what the stop check raises.
         """
-        if not self._launch.is_released:
-            with self._ring.backend.range("spangraph.wait"):
-                if (checks := self._ring.stop_checks) is None:
-                    self._ring.wait(self._launch, timeout)
-                else:
-                    checks.wait(self._ring, self._launch, timeout)
-        if self._launch.is_released:
-            raise self._launch.error or stale_error(self._launch)
+        launch, ring = self._launch, self._ring
+        if not launch.is_released:
+            if ring.backend.is_profiled():
+                with ring.backend.range("spangraph.wait"):
+                    ring.wait_and_check(launch, timeout)
+            elif not launch.is_read or ring.stop_checks is not None:
+                ring.wait_and_check(launch, timeout)
+        if launch.is_released:
+            raise launch.error or stale_error(launch)
         return self
 
     @property
@@ -104,15 +105,19 @@ class Step:
 
     def cut_rows(self, cut: Cut) -> Rows:
         """Rows of one planned cut; after a wait."""
-        self._ring.note_reader(self._launch)
-        return Rows(self, self._launch, cut, self._launch.tail.column(self._launch, cut.column))
+        ring, launch = self._ring, self._launch
+        if ring.backend.static:
+            ring.note_reader(launch)
+        return Rows(self, launch, cut)
 
     def output(self, index: int) -> Tensor:
         """One whole output of the graph; after a wait."""
-        self._ring.note_reader(self._launch)
-        outputs = self._launch.outputs
-        if self._launch.is_released:
-            raise stale_error(self._launch)
+        ring, launch = self._ring, self._launch
+        if ring.backend.static:
+            ring.note_reader(launch)
+        outputs = launch.outputs  # before the check: another thread may release meanwhile
+        if launch.is_released:
+            raise stale_error(launch)
         return outputs[index]
 
     def row_values(self, name: str) -> Tensor:
@@ -150,7 +155,10 @@ class Step:
         self.wait()
         if self._make_result is None:
             raise StepStateError("a step of a SpanStager has no result(): use rows(name) and the graph's own outputs.")
-        with self._ring.backend.range("spangraph.cut"):
+        if self._ring.backend.is_profiled():
+            with self._ring.backend.range("spangraph.cut"):
+                result = self._make_result(self, own)
+        else:
             result = self._make_result(self, own)
         if own and self._launch.is_released:  # by another thread, so that a later step may have written what was copied
             raise stale_error(self._launch)

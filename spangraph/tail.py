@@ -51,7 +51,7 @@ class Tail:
         num_rows: int,
         cuts: Mapping[str, Cut],
         values: Mapping[str, tuple[str, tuple[int, ...]]],
-        counts: Sequence[Counts] = (),
+        counts: Counts | None = None,
         slot: int | None = None,
         copies: CopySlots | None = None,
         copied: Sequence[Cut] = (),
@@ -64,7 +64,7 @@ class Tail:
         self.num_rows = num_rows
         self._cuts = cuts
         self._values = values
-        self.counts = counts
+        self.counts = counts or Counts()
         self.slot = slot
         self.copies = copies if copied else None
         self.copied = copied
@@ -142,17 +142,14 @@ class Tail:
             offset = records[last * width + first + 1]
             if offset < 0:
                 launch.has_overflowed = True
-                for counts in self.counts:
-                    counts.overflows += 1
+                self.counts.overflows += 1
                 continue
             num_bytes = offset * ALIGNMENT
             with contextlib.suppress(SpanError):  # of the last row, which then takes none
                 num_bytes += sum(map(cut.crop_bytes, cut.windows(self.column(launch, cut.column), last)))
-            nans = sum(records[first + 2 :: width])
-            for counts in self.counts:
-                counts.host_bytes += num_bytes if cut.region.on_host else 0
-                counts.device_bytes += 0 if cut.region.on_host else num_bytes
-                counts.nans += nans
+            self.counts.nans += sum(records[first + 2 :: width])
+            self.counts.host_bytes += num_bytes if cut.region.on_host else 0
+            self.counts.device_bytes += 0 if cut.region.on_host else num_bytes
         return None
 
     def note_inputs(self, inputs: Sequence[Tensor]) -> None:

@@ -21,8 +21,7 @@ from spangraph.signature import Signature
 from spangraph.slots import Copy
 from spangraph.structure import CallSpec, Constant, normalise_call, split_call
 
-_TENSORS = {Tensor}
-# Input shapes whose signature is found without looking at the whole call; forgotten together, so that they stay few.
+# Kinds of inputs whose signature is found without looking at the whole call; forgotten together, to stay few.
 _MAX_KNOWN_SHAPES = 1024
 # Graphs' worth of steps that ran eagerly and are kept, as they are: the next one of that shape need not be watched.
 _MAX_EAGER = 8
@@ -66,7 +65,7 @@ class Place:
         """The version whose guards hold, which is used now."""
         self.last_used = next(self.cache.clock)
         for version in self.versions:
-            if version.trace.holds():
+            if (guard := version.trace.guard) is None or guard.holds():
                 return version
         return None
 
@@ -126,8 +125,7 @@ class GraphCache:
         place.versions.remove(signature)
         if not place.versions:
             del self._places[place.key]
-        for counts in signature.counts:
-            counts.evictions += 1
+        signature.counts.evictions += 1
 
     def values(self) -> list[Signature]:
         """All signatures, and all versions of each; the least recently used first."""
@@ -146,18 +144,21 @@ class GraphCache:
 
 @dataclass(eq=False, slots=True)
 class Found:
-    """What a launch runs.
+    """What is known of a launch's inputs.
 
     Attributes:
+        place: where what it runs is kept.
         batch: rows that the caller gave; None if that is not known.
         elements: of the caller's inputs.
         reason: why there was no graph; empty if there was.
+        strides: those of the signature that takes such inputs as they are; None if that is not known of any.
     """
 
-    signature: Signature
+    place: Place
     batch: int | None
     elements: int
     reason: str = ""
+    strides: Any = None
 
 
 class WalkGraphs:
@@ -186,31 +187,32 @@ class WalkGraphs:
         self._cache = cache
         self._eager = GraphCache(builder.core.backend, _MAX_EAGER * builder.core.ring.depth)
         self._on_miss = on_miss
-        self._known: dict[Any, tuple[Place, int | None, int]] = {}
+        self._known: dict[Any, Found] = {}
 
     def find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "not captured"
-    ) -> tuple[Found, Sequence[Tensor]]:
-        """What a call runs, and its tensors as they were given; traces and captures what is not there.
+    ) -> tuple[Found, Signature, Sequence[Tensor]]:
+        """What a call runs, on its tensors as they were given; traces and captures what is not there.
 
         Raises:
             InputError: for inputs that cannot be taken, or that fit no bucket.
             and what `SignatureBuilder.build` raises.
         """
-        shapes = None
-        if not kwargs and {*map(type, args)} == _TENSORS:
-            shapes = tuple([(arg.shape, arg.dtype, arg.device, arg.layout) for arg in args])
-            if (known := self._known.get(shapes)) is not None:
-                place, batch, elements = known
-                if (signature := place.current()) is not None:
-                    return Found(signature, batch, elements, signature.miss), args
+        kinds = None
+        if not kwargs:
+            try:
+                kinds = tuple([(type(arg), arg.shape, arg.stride(), arg.dtype, arg.device) for arg in args])
+                if (found := self._known.get(kinds)) is not None and (signature := found.place.current()) is not None:
+                    return found, signature, args
+            except (AttributeError, RuntimeError, TypeError):
+                kinds = None  # not tensors alone, or some without strides
         call, tensors = self._split(args, kwargs)
-        found = self._find(call, tensors, why)
-        if shapes is not None and len(tensors) == len(args):
+        found, signature = self._find(call, tensors, why)
+        if kinds is not None and len(tensors) == len(args) and all(kind[0] is Tensor for kind in kinds):
             if len(self._known) >= _MAX_KNOWN_SHAPES:
                 self._known.clear()
-            self._known[shapes] = found.signature.place, found.batch, found.elements
-        return found, tensors
+            self._known[kinds] = replace(found, reason=signature.miss)
+        return found, signature, tensors
 
     def captures(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -230,7 +232,7 @@ class WalkGraphs:
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallSpec, list[Tensor]]:
         return split_call(*normalise_call(self._signature, args, kwargs, self.name))
 
-    def _find(self, call: CallSpec, tensors: list[Tensor], why: str) -> Found:
+    def _find(self, call: CallSpec, tensors: list[Tensor], why: str) -> tuple[Found, Signature]:
         elements = sum(tensor.numel() for tensor in tensors)
         if self.buckets is None:
             key, build = self._capture(call, tensors, None)
@@ -243,17 +245,18 @@ class WalkGraphs:
                     raise InputError(
                         f"{fit.problem}: add a larger one, or compile with on_miss='eager' to run it eagerly."
                     )
-                return Found(self._eagerly(call, tensors, batch, fit.reason), batch, elements, fit.reason)
+                signature = self._eagerly(call, tensors, batch, fit.reason)
+                return Found(signature.place, batch, elements, fit.reason), signature
             key, build = self._capture(call, tensors, fit.bucket)
         place = self._cache.place(key)
         if (signature := place.current()) is not None:
-            return Found(signature, batch, elements)
+            return Found(place, batch, elements), signature
         if place.versions:
             _refuse_recompiles(place.versions)
             why = "guards failed"
         signature = build()
         self._cache.put(place, signature)
-        return Found(signature, batch, elements, why)
+        return Found(place, batch, elements, why), signature
 
     def _capture(
         self, call: CallSpec, tensors: Sequence[Tensor], bucket: Sequence[int] | None
@@ -285,8 +288,7 @@ class WalkGraphs:
                     raise DeclarationError(f"{error} {hint}", error.where) from None
                 kept += [instance.gm for instance in signature.instances]
             signature.pad_values, signature.shapes = [p.value for p in padding or ()], shapes
-            for c in counts:
-                c.captures += 1
+            counts.captures += 1
             return signature
 
         return (self.name, *_key(call, tensors, shapes)), build

@@ -198,20 +198,20 @@ def test_a_launcher_may_read_a_step_that_another_thread_is_reading() -> None:
     engine.device.hold()
     step = engine.launch(batch)
     entered, reader_waits = threading.Event(), threading.Event()
-    wait_event = engine.ring._wait_event
+    poll = engine.ring._poll
 
     def announced(*args: object) -> None:
-        wait_event(*args)  # type: ignore[arg-type]
+        poll(*args)  # type: ignore[arg-type]
         reader_waits.set()  # its event is done: what it needs next is the launch lock
         assert entered.wait(60)
 
-    engine.ring._wait_event = announced  # type: ignore[method-assign]
+    engine.ring._poll = announced  # type: ignore[method-assign]
     with ThreadPoolExecutor(1) as pool:
-        read = pool.submit(step.rows)
+        read = pool.submit(lambda: step.wait(timeout=60).rows())
         with lane.tail.step() as other:
             engine.device.resume()
             assert reader_waits.wait(60)
-            engine.ring._wait_event = wait_event  # type: ignore[method-assign]
+            engine.ring._poll = poll  # type: ignore[method-assign]
             entered.set()
             assert_rows(step.wait(timeout=60).rows(), batch.rows())
             lane.graph.replay()
