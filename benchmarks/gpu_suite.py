@@ -36,6 +36,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+STARTED = time.monotonic()  # what follows takes some seconds of the budget
+
 import torch
 from torch import Tensor, nn
 
@@ -133,9 +135,8 @@ class Table:
         found = statistics.median(samples) if value is None else value
         quartiles = statistics.quantiles(samples, n=4)[::2] if len(samples) > 1 else None
         verdict = OK if good is None or good(found) else MISSED
-        self.add(
-            what, found, unit=unit, target=target, verdict=verdict, quartiles=quartiles, count=len(samples)
-        )  # fmt: skip
+        spread = {"quartiles": quartiles, "count": len(samples)}
+        self.add(what, found, unit=unit, target=target, verdict=verdict, **spread)
 
     @contextlib.contextmanager
     def attempt(self, what: str) -> Iterator[None]:
@@ -187,11 +188,7 @@ def ask(*command: str) -> str | None:
 
 @dataclass
 class Captured:
-    """A captured graph; with a stager, one that ends in its staging node.
-
-    Attributes:
-        reserved: generations that were reserved for replays to come.
-    """
+    """A captured graph; with a stager, one that ends in its staging node."""
 
     graph: Graph
     stager: SpanStager | None = None
@@ -384,7 +381,7 @@ def compare_staging(rig: Rig) -> int:
     tests = load_tests("test_stage_kernel_values")
 
     def run(ring: Any, launch: Any, columns: list[Tensor]) -> None:
-        cursor = ring.cursor.to(rig.device, copy=True)
+        cursor = rig.put(ring.cursor)
         slots, control = moved(ring.slots, rig.pin), moved(ring.control, rig.pin)
         own = [moved(column, rig.put) for column in columns]
         torch.ops.spangraph.stage.default(cursor, slots, control, own, ring.offsets, launch.graph, None, 0)
@@ -430,19 +427,20 @@ def compare_compaction(rig: Rig) -> int:
             given = {name: options.pop(name) for name in ("sources", "spans", "rings")}
             own = {name: [moved(x, move if name == "rings" else rig.put) for x in xs] for name, xs in given.items()}
             status = options.pop("status")
-            own_status = status.to(rig.device, copy=True)
-            torch.ops.spangraph.compact.default(
-                cursor.to(rig.device), rig.pin(control), *own.values(), own_status, graph, *options.values()
-            )
+            own_cursor, own_control, own_status = rig.put(cursor), rig.pin(control), rig.put(status)
+            arguments = own_cursor, own_control, *own.values(), own_status, graph, *options.values()
+            torch.ops.spangraph.compact.default(*arguments)
             rig.sync()
-            status.copy_(own_status)
-            for theirs, mine in zip(given["rings"], own["rings"], strict=True):
+            pairs = [(cursor, own_cursor), (control, own_control), (status, own_status)]
+            for name in ("sources", "rings"):
+                pairs += zip(given[name], own[name], strict=True)
+            for theirs, mine in pairs:
                 memory_of(theirs).copy_(memory_of(mine))
 
         tests.compact = run  # which may zero the counts of NaNs in a dry run
         return run
 
-    for name in (names := COMPACTIONS[:: rig.size(1, 6)]):
+    for name in (names := COMPACTIONS[:: rig.size(1, 9)]):
         for place, move in (("host", rig.pin), ("device", rig.put)):
             rig.check_time()
             with named(f"{name}, {place}"):
@@ -457,7 +455,7 @@ def compare_gather(rig: Rig) -> int:
     def run(source: Tensor, dims: Sequence[int], crops: Sequence[Crop]) -> list[Tensor]:
         return [copy.to("cpu", copy=True) for copy in gather(moved(source, rig.put), dims, crops)]
 
-    seeds = [*range(0, 30, rig.size(2, 6)), 34]  # those between warn of complex halves
+    seeds = [*range(0, 30, rig.size(4, 9)), 34]  # those between warn of complex halves
     for seed in seeds:
         rig.check_time()
         with named(f"gather {seed}"):
@@ -590,8 +588,8 @@ def replay_many(rig: Rig, wait: str) -> int:
         hammer = make_hammer(rig)
         steps: deque[tuple[Step, int]] = deque()
         for n in range(1, count + 1):
-            if n % 100 == 0:
-                rig.check_time()
+            if n % 100 == 0 and rig.left() < rig.size(45.0, 0.0):  # the tests come after this
+                raise NotMeasured(f"out of time after {n} steps, none of them wrong")
             hammer()
             graph, tail = graphs[n % 4]
             with tail.step() as step:
@@ -668,12 +666,8 @@ def measure_staging(rig: Rig, table: Table, bs: int, num: int) -> None:
 
         return rig.capture(step, stager)
 
-    def new(staging: str) -> SpanStager:
-        return SpanStager(
-            names, max_rows=bs, row_values=["length"], depth=replays, device=rig.backend, staging=staging
-        )  # fmt: skip
-
-    with new("kernel") as by_kernel, new("copy") as by_copy:
+    options: dict[str, Any] = {"max_rows": bs, "row_values": ["length"], "depth": replays, "device": rig.backend}
+    with SpanStager(names, **options) as by_kernel, SpanStager(names, staging="copy", **options) as by_copy:
         ways = [rig.capture(bare), staged(by_kernel), staged(by_copy, 0), rig.capture(pair)]
         times = rig.time_gpu(ways, rounds=15, replays=replays)
     base, kernel, copy, by_hand = times
@@ -701,7 +695,8 @@ class Upsample(nn.Module):
 
 
 def section_host(rig: Rig, table: Table) -> None:
-    """What a step costs the host: the launch, the wait once the device is done, and the cut."""
+    """What a step costs the host: the launch, the wait once the device is done, and the cut. The engine that this was
+    made for reports 50 to 60 us for its cut, and 60 us for its staging at batch 1."""
     many = [(64, "block"), (64, "spin"), (64, "header"), (1, "block"), (256, "block")]
     for bs, wait in rig.size(many, [(2, "block"), (2, "header")]):
         with table.attempt(f"bs {bs}, wait {wait}"):
@@ -735,7 +730,7 @@ def measure_host(rig: Rig, table: Table, bs: int, wait: str) -> None:
 
         launch, _, waited, cut, tensors, release = rig.time_host(step, 500)
     of, both = f"bs {bs}, wait {wait}", each(lambda a, b: a + b, waited, cut)
-    goal: dict[str, Any] = {"target": "< 10 (original: 50-60)", "good": lambda us: us < 10} if bs == 64 else {}
+    goal: dict[str, Any] = {"target": "< 10 (engine: 50-60)", "good": lambda us: us < 10} if bs == 64 else {}
     table.number(f"{of}: launch", "us", launch)
     table.number(f"{of}: wait when done", "us", waited)
     table.number(f"{of}: cut, lazily", "us", cut)
@@ -976,9 +971,8 @@ def make_ways(rig: Rig, stack: contextlib.ExitStack, model: Vocoder, mel: Tensor
     ]
     for depth in (1, 2):
         for name, copies, read in (("view, copy on a stream", "view", read_views), ("host copy", "host", read_copied)):
-            run = stack.enter_context(
-                spangraph.compile(model, backend=rig.backend, depth=depth, copies={"audio": copies})
-            )  # fmt: skip
+            options: dict[str, Any] = {"depth": depth, "copies": {"audio": copies}}
+            run = stack.enter_context(spangraph.compile(model, backend=rig.backend, **options))
             launch = lambda run=run: run.launch(mel, frames)
             ways.append(Way(f"(d) {name}, depth {depth}", launch, read, depth))
     return ways
@@ -994,7 +988,7 @@ SECTIONS: dict[str, Callable[[Rig, Table], None]] = {
     "end-to-end": section_end_to_end,
 }
 # The part of the budget that is over when a section has to end; what one leaves is the next ones'.
-ENDS = {"correctness": 0.58, "staging": 0.69, "host": 0.76, "copies": 0.85, "end-to-end": 1.0}
+ENDS = {"correctness": 0.62, "staging": 0.72, "host": 0.78, "copies": 0.87, "end-to-end": 1.0}
 # Seconds from the end of a section's time until its process is ended.
 GRACE = 12.0
 
@@ -1006,9 +1000,8 @@ def run_isolated(name: str, args: argparse.Namespace, table: Table, seconds: flo
         options = ["--device", args.device, "--only", name, "--budget", f"{seconds:.1f}", "--out", str(out)]
         command = [sys.executable, str(Path(__file__).resolve()), "--no-isolate", *options]
         try:
-            code: int | str = subprocess.run(
-                command, stdout=subprocess.DEVNULL, check=False, timeout=seconds + GRACE
-            ).returncode  # fmt: skip
+            done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False, timeout=seconds + GRACE)
+            code: int | str = done.returncode
         except subprocess.TimeoutExpired:
             code = f"none within {seconds + GRACE:.0f} s"
         rows = [Row(**row) for row in json.loads(out.read_text())["rows"]] if out.exists() else []
@@ -1037,12 +1030,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("no GPU is available to torch; --device cpu runs everything, but measures nothing")
     isolate = args.device == "cuda" if args.isolate is None else args.isolate
-    began = time.monotonic()
     table = Table(args.out, describe_machine(args.device))
     print(", ".join(f"{name} {value}" for name, value in table.about.items()))
+    print(Row("section", "what", "median", "unit", "target", "verdict"))
     for name in args.only:
         table.section, printed, started = name, len(table.rows), time.monotonic()
-        deadline = began + args.budget * ENDS[name] / ENDS[args.only[-1]]
+        deadline = STARTED + args.budget * ENDS[name] / ENDS[args.only[-1]]
         with table.attempt("the whole section"):
             if deadline - started < 3:
                 raise NotMeasured("out of time")
@@ -1056,7 +1049,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts = {
         verdict: sum(row.verdict == verdict for row in table.rows) for verdict in (OK, MISSED, NOT_MEASURED, FAILED)
     }
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()), f"in {time.monotonic() - began:.0f} s")
+    print(
+        ", ".join(f"{count} {verdict}" for verdict, count in counts.items()), f"in {time.monotonic() - STARTED:.0f} s"
+    )
     return int(counts[FAILED] > 0)
 
 
