@@ -345,7 +345,7 @@ def section_correctness(rig: Rig, table: Table) -> None:
         ("staging kernel, word by word", "cases", compare_staging),
         ("compaction kernel, byte by byte", "cases", compare_compaction),
         ("gather kernel, byte by byte", "cases", compare_gather),
-        ("memory around slots, records and copies", "dry", check_canaries),
+        ("memory around slots, records and copies", "runs", check_canaries),
         ("replays at depth 4 under load, waits block", "steps", lambda rig: replay_many(rig, "block")),
         ("replays at depth 4 under load, waits poll the header", "steps", lambda rig: replay_many(rig, "header")),
         ("backend contract and other tests for a GPU", "tests", run_tests),
