@@ -4,6 +4,7 @@
 #   make test       the tests, without the slow ones
 #   make test-all   all tests: what CI runs, with `make lint`
 #   make lint       ruff, mypy, pyright
+#   make gpu        on a machine with a GPU: is it right there, and what does it cost; needs PYTHON with torch and pytest
 #
 # PYTHON=python3.12 chooses the interpreter, VENV=path another environment, PYTEST_ARGS="-k ring" goes to pytest, and
 # VENV_FLAGS=--system-site-packages lets a new environment see the torch that is installed already.
@@ -12,6 +13,7 @@ PYTHON ?= python3
 VENV ?= .venv
 VENV_FLAGS ?=
 PYTEST_ARGS ?=
+GPU_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -19,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 REQUIREMENTS := pyproject.toml constraints.txt constraints-nodeps.txt
 
-.PHONY: help demo test test-slow test-all lint ruff mypy pyright typing-links clean
+.PHONY: help demo test test-slow test-all lint ruff mypy pyright typing-links gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -61,6 +63,10 @@ typing-links:
 	@rm -rf build/typing
 	@mkdir -p build/typing/spangraph
 	@cd build/typing/spangraph && ln -s ../../../spangraph/*.py ../../../spangraph/*.md ../../../spangraph/py.typed ../../../passes ../../../kernels .
+
+# With PYTHON itself, whose torch is built for the GPU: that of the environment is not.
+gpu:
+	$(PYTHON) benchmarks/gpu_suite.py $(GPU_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
