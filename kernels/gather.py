@@ -276,12 +276,15 @@ def _allocate(source: Tensor, dims: Sequence[int], extents: tuple[tuple[int, int
 
 def gather_ref(source: Tensor, dims: Sequence[int], crops: Sequence[Crop]) -> list[Tensor]:
     """`gather` by torch operators, on any device."""
+    source = source.detach().resolve_conj().resolve_neg()
+    shape, strides, begin = list(source.shape[1:]), source.stride(), source.storage_offset()
     views: list[Tensor] = []
     for row, extents in crops:
-        view = source[row]
+        offset = begin + row * strides[0]
         for dim, (start, end) in zip(dims, extents, strict=True):
-            view = view.narrow(dim - 1, start, end - start)
-        views.append(view)
+            shape[dim - 1] = end - start
+            offset += start * strides[dim]
+        views.append(source.as_strided(shape, strides[1:], offset))  # one operator, however many dims
     return clone_each(views)
 
 
@@ -290,6 +293,8 @@ def clone_each(views: Sequence[Tensor]) -> list[Tensor]:
     if not views:
         return []
     with torch.inference_mode(False), torch.no_grad():
+        if not views[0].is_cuda:
+            return [view.clone(memory_format=torch.contiguous_format) for view in views]
         copies = [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in views]
         torch._foreach_copy_(copies, list(views))  # pyright: ignore[reportPrivateImportUsage]
     return copies

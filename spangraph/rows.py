@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import weakref
@@ -95,11 +94,15 @@ class Cut:
         return found
 
     @functools.cached_property
-    def is_plain(self) -> bool:
-        """Whether a row is a view along dim 0 with one span in one dim, which is found without further ado."""
-        span_map = self.span_map
-        is_single = self.region is None and self.span.words_per_row == 2
-        return is_single and span_map.row_dim == 0 and span_map.is_identity and not self.dtype.is_complex
+    def single_width(self) -> int:
+        """Width of the spanned dim where a row has one span, which holds in this output as it is; else -1."""
+        return self.widths[0] if self.span.words_per_row == 2 and self.span_map.is_identity else -1
+
+    @functools.cached_property
+    def single_dim(self) -> int:
+        """The spanned dim of a row whose view one operator makes; else -1."""
+        is_plain = self.single_width >= 0 and self.region is None and not self.dtype.is_complex
+        return self.span_map.row_dims[0] if is_plain and self.span_map.row_dim == 0 else -1
 
     @property
     def source_dims(self) -> tuple[int, ...]:
@@ -209,11 +212,7 @@ class Rows(Mapping[Hashable, Entry]):
 
     def __len__(self) -> int:
         """Number of rows that iteration yields."""
-        count = 0
-        for position in range(self._launch.num_rows):
-            with contextlib.suppress(SpanError):
-                count += bool(self._windows(position))
-        return count
+        return len(self._all_windows())
 
     def __repr__(self) -> str:
         kind = "owned" if self._owned is not None else "view" if self._cut.region is None else "copied"
@@ -247,11 +246,7 @@ class Rows(Mapping[Hashable, Entry]):
         if self._owned is not None:
             return self
         self._check_lease()
-        windows: dict[int, list[Window]] = {}
-        for position in range(self._launch.num_rows):
-            with contextlib.suppress(SpanError):
-                if found := self._windows(position):
-                    windows[position] = found
+        windows = self._all_windows()
         copies = iter(self._gather(windows))
         owned = {position: self._as_entry([next(copies) for _ in row]) for position, row in windows.items()}
         nans = {position: self._count_nans(position) for position in windows} if self._cut.casts else None
@@ -291,7 +286,12 @@ class Rows(Mapping[Hashable, Entry]):
 
     def _windows(self, position: int) -> list[Window]:
         """A row's parts; none if it is withheld. Raises for a bad one."""
-        withheld = self._launch.withheld
+        withheld, width = self._launch.withheld, self._cut.single_width
+        if not withheld and width >= 0:
+            words = self._words()
+            start, end = words[2 * position], words[2 * position + 1]
+            if 0 <= start < end <= width:
+                return [((start, end),)]
         if withheld and ((position, None) in withheld or (position, self._cut.name) in withheld):
             return []
         if self._windows_of is None:
@@ -307,6 +307,17 @@ class Rows(Mapping[Hashable, Entry]):
         if not found:
             self._launch.note(position, self._cut.name)
         return found
+
+    def _all_windows(self) -> dict[int, list[Window]]:
+        """The parts of all rows that are delivered, by position."""
+        windows: dict[int, list[Window]] = {}
+        for position in range(self._launch.num_rows):
+            try:
+                if found := self._windows(position):
+                    windows[position] = found
+            except SpanError:
+                pass
+        return windows
 
     # ---- tensors -------------------------------------------------------------------------------------------------
 
@@ -330,7 +341,7 @@ class Rows(Mapping[Hashable, Entry]):
         """Of a plain cut's views: the output, a row's padded shape, its spanned dim, the output's strides, and the
         dim's width. None where each row has to be looked at."""
         cut, launch = self._cut, self._launch
-        if self._owned is not None or not cut.is_plain or self._step is None or self._step._ring.debug:
+        if (dim := cut.single_dim) < 0 or self._owned is not None or self._step is None or self._step._ring.debug:
             return None
         outputs = launch.outputs  # before the check: another thread may release meanwhile
         if launch.is_released:
@@ -338,7 +349,7 @@ class Rows(Mapping[Hashable, Entry]):
         padded = outputs[cut.output]
         if type(padded) is not Tensor or padded.is_neg():
             return None
-        return padded, list(cut.row_shape), cut.span_map.row_dims[0], padded.stride(), cut.widths[0]
+        return padded, list(cut.row_shape), dim, padded.stride(), cut.single_width
 
     def _entries(self) -> Iterator[tuple[Hashable, Entry]]:
         """Ids and entries of the delivered rows; raises at the end, for the bad ones."""

@@ -100,8 +100,10 @@ class Step:
             RowLookupError: if the step has no such spanned output.
             and what `wait` raises.
         """
-        self.wait()
-        return self.cut_rows(self._launch.tail.cut(name))
+        launch = self._launch
+        if not launch.is_read or launch.is_released or self._ring.stop_checks is not None:
+            self.wait()
+        return self.cut_rows(launch.tail.cut(name))
 
     def cut_rows(self, cut: Cut) -> Rows:
         """Rows of one planned cut; after a wait."""

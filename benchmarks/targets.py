@@ -1,0 +1,340 @@
+"""What spangraph costs on the host, against what people write by hand: a table of ratios, each with its target.
+
+    python benchmarks/targets.py [--only cut,own] [--rounds 300]
+
+What is compared runs in one process, in turn: medians, with the quartiles of the rounds' ratios. Everything is on the
+CPU, with the inline backend and one thread. Exits with 1 if a target was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from verification import build
+
+import spangraph
+from spangraph import Compiled, Span, SpannedOutput
+from spangraph.kernels.stage import CONTROL_WORDS
+from spangraph.passes import prepare_graph
+from spangraph.passes.marks import MarkInfo
+
+
+class Speech(nn.Module):
+    """Two padded outputs, and the spans of both in one table, as whoever cuts by hand would want them."""
+
+    def spanned_outputs(self, walk: str) -> tuple[str, ...]:
+        return "audio", "pitch"
+
+    def forward(self, audio: Tensor, pitch: Tensor, ends: Tensor) -> SpannedOutput:
+        spans = spangraph.from_lengths(ends)
+        return SpannedOutput({"audio": audio * 1.0, "pitch": pitch * 1.0}, {"audio": spans, "pitch": spans})
+
+
+class Upsample(nn.Module):
+    """A small step, so that its own time does not drown the wrapper's; with parameters that it does not need."""
+
+    def __init__(self, num_parameters: int = 0) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(num_parameters)])
+
+    def spanned_outputs(self, walk: str) -> tuple[str, ...]:
+        return ("audio",)
+
+    def forward(self, mel: Tensor, frames: Tensor) -> SpannedOutput:
+        audio = mel.repeat_interleave(4, -1) * 0.5
+        return SpannedOutput({"audio": audio}, {"audio": spangraph.from_lengths(frames * 4)})
+
+
+class Plain(nn.Module):
+    """The same without spans."""
+
+    def forward(self, mel: Tensor, frames: Tensor) -> Tensor:
+        return mel.repeat_interleave(4, -1) * 0.5
+
+
+class Stack(nn.Module):
+    """A model that exports, of as many convolutions as a small vocoder has."""
+
+    def __init__(self, depth: int = 40) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv1d(8, 8, 3, padding=1) for _ in range(depth)])
+
+    def spanned_outputs(self, walk: str) -> tuple[str, ...]:
+        return ("audio",)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> SpannedOutput:
+        for layer in self.layers:
+            x = x + nn.functional.gelu(layer(x))
+        return SpannedOutput({"audio": x.sum(1)}, {"audio": spangraph.from_lengths(lengths)})
+
+
+@dataclass
+class Report:
+    """Prints lines as they are measured, and remembers what was missed."""
+
+    missed: list[str] = field(default_factory=list)
+
+    def add(self, what: str, found: str, target: str, *, is_met: bool) -> None:
+        if not is_met:
+            self.missed.append(what)
+        print(f"{what:58} {found:42} {target:>16}  {'ok' if is_met else 'MISSED'}", flush=True)
+
+    def add_ratio(self, what: str, ratios: Sequence[float], least: float) -> None:
+        """How many times faster; `ratios` are of rounds."""
+        low, mid, high = statistics.quantiles(ratios, n=4)
+        self.add(what, f"{mid:.2f}x faster ({low:.2f} - {high:.2f})", f"{least:g}x", is_met=mid >= least)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No garbage collection and no autograd."""
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        gc.enable()
+
+
+def timed(fn: Callable[[], object]) -> float:
+    """Microseconds of one call, the end of its result included."""
+    start = time.perf_counter()
+    fn()
+    return (time.perf_counter() - start) * 1e6
+
+
+def measure_cut(report: Report, rounds: int) -> None:
+    """Wait, spans and rows of a step that is done; the launch is not in it."""
+    for bs in (1, 8, 64, 256):
+        audio, pitch, ends = torch.randn(bs, 2400), torch.randn(bs, 2, 2400), torch.randint(1, 2400, (bs,))
+        table = torch.stack([torch.zeros_like(ends), ends], -1)
+        few = range(min(4, bs))
+
+        def by_tolist() -> object:
+            spans = table.tolist()
+            return [audio[i, s:e] for i, (s, e) in enumerate(spans)], [pitch[i, :, s:e] for i, (s, e) in enumerate(spans)]
+
+        def by_item() -> object:
+            return [audio[i, : ends[i].item()] for i in range(bs)], [pitch[i, :, : ends[i].item()] for i in range(bs)]
+
+        with spangraph.compile(Speech()) as compiled, quiet():
+            ratios: dict[str, list[float]] = {}
+
+            def ours(cut: Callable[[spangraph.Step], object]) -> float:
+                with compiled.launch(audio, pitch, ends) as step:
+                    return timed(lambda: cut(step))
+
+            def all_rows(step: spangraph.Step) -> object:
+                return list(step.rows("audio").values()), list(step.rows("pitch").values())
+
+            def some_rows(step: spangraph.Step) -> object:
+                first, second = step.rows("audio"), step.rows("pitch")
+                return [first[i] for i in few], [second[i] for i in few]
+
+            def only_spans(step: spangraph.Step) -> object:
+                first, second = step.rows("audio"), step.rows("pitch")
+                return [first.spans(i) for i in range(bs)], [second.spans(i) for i in range(bs)]
+
+            for number in range(rounds):
+                times = {"tolist": timed(by_tolist), "item": timed(by_item)}
+                times |= {"all": ours(all_rows), "few": ours(some_rows), "spans": ours(only_spans)}
+                if number >= 5:
+                    for name in ("all", "few", "spans"):
+                        for base in ("tolist", "item"):
+                            ratios.setdefault(f"{name} {base}", []).append(times[base] / times[name])
+        report.add_ratio(f"cut, bs {bs}: all rows, against one tolist", ratios["all tolist"], 1.0)
+        if bs >= 8:
+            report.add_ratio(f"cut, bs {bs}: all rows, against items", ratios["all item"], 3.0 if bs == 8 else 4.0)
+        if bs >= 64:
+            report.add_ratio(f"cut, bs {bs}: 4 rows, against one tolist", ratios["few tolist"], 5.0)
+            report.add_ratio(f"cut, bs {bs}: spans alone, against one tolist", ratios["spans tolist"], 5.0)
+
+
+def measure_own(report: Report, rounds: int) -> None:
+    """Copies of 64 rows of 24,000 floats, half filled."""
+    bs, width = 64, 24_000
+    padded = torch.randn(bs, width)
+    ends = torch.full((bs,), width // 2)
+
+    class Whole(nn.Module):
+        def spanned_outputs(self, walk: str) -> tuple[str, ...]:
+            return ("audio",)
+
+        def forward(self, audio: Tensor, ends: Tensor) -> SpannedOutput:
+            return SpannedOutput({"audio": audio}, {"audio": spangraph.from_lengths(ends)})
+
+    per_row, batch = [], []
+    with spangraph.compile(Whole()) as compiled, quiet():
+        for number in range(rounds):
+            with compiled.launch(padded, ends) as step:
+                rows = step.rows("audio")
+                own = timed(lambda: rows.own())  # noqa: B023, PLW0108
+                cloned = timed(lambda: [padded[i, : width // 2].clone() for i in range(bs)])
+                whole = timed(lambda: padded.clone())  # noqa: PLW0108
+            if number >= 5:
+                per_row.append(cloned / own)
+                batch.append(whole / own)
+    report.add_ratio("own, 64 x 24,000 floats, half full: a clone per row", per_row, 1.0)
+    report.add_ratio("own, 64 x 24,000 floats, half full: a clone of the batch", batch, 1.5)
+
+
+def measure_wrapper(report: Report, rounds: int) -> None:
+    """Launch and result, minus the bare call of the staged graph."""
+    for name, model in (("spans", Upsample()), ("spans, 1,000 parameters", Upsample(1000)), ("no spans", Plain())):
+        for bs in (1, 256):
+            mel, frames = torch.randn(bs, 2, 50), torch.full((bs,), 50)
+            with spangraph.compile(model.eval()) as compiled, quiet():
+                over = list(overheads(compiled, mel, frames, rounds))
+            low, mid, high = statistics.quantiles(over, n=4)
+            what = f"wrapper, {name}, bs {bs}: launch + result - bare graph"
+            report.add(what, f"{mid:.1f} us ({low:.1f} - {high:.1f})", "15 us", is_met=mid <= 15)
+
+
+def overheads(compiled: Compiled, mel: Tensor, frames: Tensor, rounds: int) -> Iterator[float]:
+    """Microseconds, in turns of 20 calls."""
+    compiled(mel, frames)
+    signature = next(iter(compiled._by_key.values()))
+    gm, tail, ring = signature.instances[0].gm, signature.tails[0], compiled._ring
+
+    def wrapped() -> None:
+        for _ in range(20):
+            with compiled.launch(mel, frames) as step:
+                step.result()
+
+    def bare() -> None:
+        for _ in range(20):
+            if tail.columns:  # a control record, so that the staging node stages: a dry run would be cheaper
+                record = (ring._next - 1) % ring.num_slots * CONTROL_WORDS
+                ring._control[record : record + CONTROL_WORDS] = (ring._next, 0, len(mel), tail.graph, -1)
+                ring._next += 1
+            gm(mel, frames)
+
+    for _ in range(rounds):
+        yield (timed(wrapped) - timed(bare)) / 20
+
+
+def measure_passes(report: Report, rounds: int) -> None:
+    """All passes and verification of a graph, by CPU time."""
+    infos = {("", "audio"): MarkInfo("", "", "audio", Span(), "model.py:1")}
+    seconds: dict[int, list[float]] = {}
+    for _ in range(max(3, rounds // 100)):
+        for num_nodes in (1_000, 10_000, 50_000):
+            gm, _ = build(num_nodes)
+            gc.collect()
+            start = time.process_time()
+            prepare_graph(gm, infos, ["audio"], strict=False)
+            seconds.setdefault(num_nodes, []).append(time.process_time() - start)
+    small, mid, large = (statistics.median(seconds[n]) for n in (1_000, 10_000, 50_000))
+    ratio = large / 50 / small
+    report.add("passes: time per node at 50k, against 1k", f"{ratio:.2f}x", "1.5x", is_met=ratio <= 1.5)
+    report.add("passes: 10k nodes", f"{mid:.2f} s ({min(seconds[10_000]):.2f} - {max(seconds[10_000]):.2f})", "1 s", is_met=mid < 1)
+
+
+def measure_compile(report: Report, rounds: int) -> None:
+    """The first launch of a model that exports, against torch.export alone."""
+    x, lengths = torch.randn(2, 8, 400), torch.tensor([400, 200])
+    ratios = []
+    for number in range(max(7, rounds // 30)):
+        exported = timed(lambda: torch.export.export(Stack().eval(), (x, lengths), strict=False))
+        with spangraph.compile(Stack().eval(), trace="export") as compiled:
+            launched = timed(lambda: compiled.launch(x, lengths))  # noqa: B023
+        if number:
+            ratios.append(launched / exported)
+    low, mid, high = statistics.quantiles(ratios, n=4)
+    report.add("compile: trace and first launch, against torch.export", f"{mid:.2f}x ({low:.2f} - {high:.2f})", "1.3x", is_met=mid <= 1.3)
+
+
+def measure_memory(report: Report, rounds: int) -> None:
+    """Python's memory blocks and the process's, over 10,000 steps at depth 4, with few real rows in a large batch."""
+    steps, depth = 10_000, 4
+    growth = {}
+    for bs in (8, 256):
+        mel, frames = torch.randn(bs, 2, 50), torch.full((bs,), 50)
+        with spangraph.compile(Upsample().eval(), depth=depth) as compiled, torch.no_grad():
+            open_steps: list[spangraph.Step] = []
+            blocks: list[int] = []
+            sizes: list[int] = []
+            for number in range(steps):
+                open_steps.append(compiled.launch(mel, frames, num_rows=4))
+                if len(open_steps) == depth:
+                    with open_steps.pop(0) as step:
+                        list(step.rows().values())
+                if number % 1000 == 999:
+                    gc.collect()
+                    blocks.append(sys.getallocatedblocks())
+                    sizes.append(resident())
+            gc.collect()
+            before = sys.getallocatedblocks()
+            held = compiled.launch(mel, frames, num_rows=4) if not open_steps.pop(0).release() else None
+            assert held is not None
+            rows = held.rows()
+            growth[bs] = sys.getallocatedblocks() - before
+            del rows, held
+            for step in open_steps:
+                step.release()
+        more = blocks[-1] - blocks[1]
+        what = f"memory, bs {bs}: Python's blocks after 2,000 and 10,000 steps"
+        report.add(what, f"{more:+,} ({(sizes[-1] - sizes[1]) >> 10:+,} KB resident)", "flat", is_met=more < 100)
+    what = "memory: blocks of one step more, batch of 8 and of 256, 4 real rows"
+    report.add(what, f"{growth[8]} and {growth[256]}", "equal", is_met=abs(growth[8] - growth[256]) <= 2)
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure_import(report: Report, rounds: int) -> None:
+    """`import torch, spangraph` against `import torch`, in new processes, by CPU time."""
+    code = "import time; a = time.process_time(); import torch; b = time.process_time(); import spangraph; print(a, b, time.process_time())"
+    ratios = []
+    for _ in range(max(7, rounds // 30)):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        began, torch_done, all_done = map(float, done.stdout.split())
+        ratios.append((all_done - began) / (torch_done - began))
+    low, mid, high = statistics.quantiles(ratios, n=4)
+    report.add("import: spangraph with torch, against torch", f"{mid:.3f}x ({low:.3f} - {high:.3f})", "1.05x", is_met=mid <= 1.05)
+
+
+SECTIONS = {
+    "cut": measure_cut,
+    "own": measure_own,
+    "wrapper": measure_wrapper,
+    "passes": measure_passes,
+    "compile": measure_compile,
+    "memory": measure_memory,
+    "import": measure_import,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(SECTIONS), help="some of " + ",".join(SECTIONS))
+    parser.add_argument("--rounds", type=int, default=300)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, inline, one thread")
+    report = Report()
+    for name in args.only.split(","):
+        SECTIONS[name](report, args.rounds)
+    print(f"missed: {len(report.missed)}")
+    return int(bool(report.missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
