@@ -22,16 +22,20 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture, register_bytecode_hook
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.guards import GuardBuilder, _get_closure_vars
 from torch._dynamo.hooks import Hooks
+from torch._dynamo.source import AttrSource, GlobalSource, LocalSource, NumpyTensorSource, TypeDictSource, TypeSource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._guards import ChainedSource, GuardsSet, Source
 from torch.fx.traceback import preserve_node_meta
+from torch.utils._ordered_set import OrderedSet
 
 from spangraph.backends import preserve_generators
 from spangraph.declare import Declaration, pick_output
 from spangraph.errors import TraceError
 from spangraph.export import Forward, export_model
-from spangraph.host_state import HostState
+from spangraph.host_state import INTERNAL, HostState
 from spangraph.marking import Marking
 from spangraph.opaque import OpaqueRoot
 from spangraph.passes.host_reads import host_read_error
@@ -55,9 +59,9 @@ _SETTINGS: dict[str, Any] = {
 
 _MARKS = (torch.ops.spangraph.mark.default, torch.ops.spangraph.mark_value.default)
 
-# What a guard is not about. Tensors: `weights` watches those of the model, at a cost that does not grow. Inputs:
-# the signature says what they are. Modes: those of the trace are entered at each launch. What is torch's and ours,
-# and what torch keeps in a module, such as hooks.
+# What a guard is not about. Inputs: the signature says what they are. Modes: those of the trace are entered at each
+# launch. What is torch's and ours, and what torch keeps in a module, such as hooks. Weights of the model: `weights`
+# watches them, at a cost that does not grow.
 _OTHER_GUARDS = {
     "AUTOGRAD_SAVED_TENSORS_HOOKS",
     "DETERMINISTIC_ALGORITHMS",
@@ -68,18 +72,25 @@ _OTHER_GUARDS = {
     "SHAPE_ENV",
     "TORCH_FUNCTION_STATE",
 }
-_OTHER_NAMES = (
-    r"^(args|kwargs)\b|__import_(torch|spangraph)_dot_|__builtins_dict__|__(code|defaults|kwdefaults)__|_flat_weight"
-    r"|_all_weights|_hooks|\._(parameters|buffers|non_persistent_buffers_set)\b|\._modules$|_call_impl|__dict__\)$"
-)
+_OTHER_ROOTS = ("__import_torch_dot_", "__import_spangraph_dot_", "__builtins_dict__")
+_OTHER_MEMBERS = INTERNAL - {"training", "_parameters", "_buffers", "_modules"} | {
+    "__code__",
+    "_all_weights",
+    "_compiled_call_impl",
+    "_flat_weights_names",
+}
+_is_watched = re.compile(
+    r"L\['self'\](\._modules\['[^']*'\])*\._(modules|non_persistent_buffers_set|(parameters|buffers)(\['[^']*'\])?)"
+).fullmatch
 
 
 class Guard:
     """What a trace by dynamo holds for, beyond its signature: attributes of modules and classes, globals."""
 
-    def __init__(self, check_manager: Any, scope: Mapping[str, Any]) -> None:
+    def __init__(self, check_manager: Any, scope: Mapping[str, Any], held: Sequence[Any]) -> None:
         self._manager = check_manager.guard_manager
         self._scope = dict(scope)
+        self._held = held  # else another could have its identity
 
     def holds(self) -> bool:
         """Whether all is as it was at the trace."""
@@ -168,7 +179,7 @@ def trace_by_dynamo(
                 dynamo_timed("spangraph"),
             ):
                 captured = fullgraph_capture(holder, args, kwargs)
-                guard = Guard(_build_guards(captured, holder, declarations), {"self": holder, "args": (), "kwargs": {}})
+                guard = _build_guards(captured, holder, declarations)
         except Exception as error:
             if not isinstance(error, TorchDynamoException):
                 raise TraceError(f"dynamo failed: {type(error).__name__}: {_first_lines(error, 1)}") from error
@@ -197,18 +208,64 @@ def _holder(model: nn.Module) -> nn.Module:
     return holder
 
 
-def _build_guards(captured: CaptureOutput, holder: nn.Module, declarations: Sequence[Declaration]) -> Any:
-    methods = "".join(rf"|\b{d.method}\b" for d in declarations if d.method != "forward")  # which are wrapped meanwhile
-    other_name = re.compile(_OTHER_NAMES + methods).search
+def _build_guards(captured: CaptureOutput, holder: nn.Module, declarations: Sequence[Declaration]) -> Guard:
+    """Dynamo's own guards; of a tensor, that it is the same one, as the graph holds it."""
+    output, code = captured.graph_capture_output, type(holder).forward.__code__
+    scope = {**_get_closure_vars(), "L": {"self": holder}, "G": output.output_graph.global_scope}
+    wrappers = [vars(d.module)[d.method] for d in declarations if d.method != "forward"]  # for the trace
+    kept: list[Any] = []
+    held: list[Any] = []
+    classes: set[type] = set()
+
+    def match_identity(source: Source, value: Any) -> None:
+        held.append(value)
+        kept.append(source.make_guard(GuardBuilder.ID_MATCH))
 
     def keep(entries: Sequence[Any]) -> list[bool]:
-        return [
-            entry.guard_type not in _OTHER_GUARDS and not isinstance(entry.value, Tensor) and not other_name(entry.name)
-            for entry in entries
-        ]
+        wrapped = {entry.orig_guard.name for entry in entries if any(entry.value is wrapper for wrapper in wrappers)}
+        for entry in entries:
+            source, value = entry.orig_guard.originating_source, entry.value
+            links = list(_links(source))
+            if _is_other(links) or any(link.name in wrapped for link in links):
+                continue
+            if isinstance(source, NumpyTensorSource):
+                match_identity(source.base, eval(source.base.name, scope))
+            elif isinstance(value, Tensor):
+                match_identity(source, value)
+            elif entry.guard_type not in _OTHER_GUARDS:
+                kept.append(entry.orig_guard)
+            # What dynamo reads unguarded.
+            if isinstance(value, nn.Module) and type(value) not in classes:
+                classes.add(type(value))
+                match_identity(AttrSource(TypeSource(source), "forward"), type(value).forward)
+            elif isinstance(value, types.FunctionType):
+                match_identity(AttrSource(source, "__defaults__"), value.__defaults__)
+        return [False] * len(entries)
 
-    code = type(holder).forward.__code__
-    return captured.graph_capture_output.build_guards(code, hooks=Hooks(guard_filter_fn=keep))
+    output.build_guards(code, hooks=Hooks(guard_filter_fn=keep))
+    output.output_graph._guards = GuardsSet(OrderedSet(kept))
+    return Guard(output.build_guards(code), {"self": holder, "args": (), "kwargs": {}}, held)
+
+
+def _links(source: Source) -> Iterator[Source]:
+    """What a guard reads, from the value back to what the forward starts from."""
+    while True:
+        yield source
+        if not isinstance(source, ChainedSource):
+            return
+        source = source.base
+
+
+def _is_other(links: Sequence[Source]) -> bool:
+    """Whether it is not the forward's, or watched already."""
+    root = links[-1]
+    return bool(
+        (isinstance(root, LocalSource) and root.local_name in ("args", "kwargs"))
+        or (isinstance(root, GlobalSource) and root.global_name.startswith(_OTHER_ROOTS))
+        or any(getattr(link, "member", None) in _OTHER_MEMBERS for link in links)
+        or isinstance(links[0], TypeDictSource)
+        or _is_watched(links[0].name)
+    )
 
 
 def _run(captured: CaptureOutput, holder: nn.Module, infos: Mapping[tuple[str, str], MarkInfo]) -> Forward:

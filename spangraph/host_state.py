@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 # What torch keeps in a module; the last two are what an RNN makes of its parameters.
-_INTERNAL = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
+INTERNAL = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
 # Values that hold nothing else and do not change.
 ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _MISSING = object()
@@ -65,7 +65,7 @@ class HostState:
             for box in filter(lambda box: isinstance(box, dict), boxes):  # a ScriptModule has wrappers
                 self._boxes.append((prefix, box, dict(box)))
             for name, value in module.__dict__.items():
-                if name not in _INTERNAL:
+                if name not in INTERNAL:
                     self._look_into(prefix + name, value)
 
     def held_tensors(self) -> Iterator[tuple[str, Any, Any, Tensor]]:
@@ -128,7 +128,7 @@ class HostState:
 
     def _keys(self, box: dict[Any, Any], before: dict[Any, Any]) -> list[Any]:
         keys = [*before, *(key for key in box if key not in before)]
-        return [key for key in keys if key not in _INTERNAL] if id(box) in self._modules else keys
+        return [key for key in keys if key not in INTERNAL] if id(box) in self._modules else keys
 
 
 def _is_plain_object(value: Any) -> bool:

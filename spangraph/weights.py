@@ -6,25 +6,28 @@ launch would cost time that grows with the model; instead, what replaces tensors
 launch checks all its tensors only when the count has moved. These do:
 
 * registration of a parameter, buffer or submodule, by `setattr` too, as torch's global hooks tell;
-* `Module._apply` (`to`, `half`, `cuda`) and `torch.utils.swap_tensors`, which are wrapped;
-* `tensor.data = ...` and `tensor.set_(...)` of a tensor that a graph holds, as torch's dispatcher tells: each runs an
-  operator to which a kernel of ours is added, in a place where torch has none, that calls torch's;
+* `Module._apply` (`to`, `half`, `cuda`), `torch.utils.swap_tensors`, and what changes a module's structure past those
+  hooks (`del`, `insert`, `pop`, `clear`), which are wrapped;
+* `tensor.data = ...`, `tensor.set_(...)` and `tensor.resize_(...)` of a tensor that a graph holds, as torch's
+  dispatcher tells: each runs an operator to which a kernel of ours is added, in a place where torch has none, that
+  calls torch's;
 * the end of a held tensor's memory.
 
-What none of them tells is noticed within a few launches, as each checks the next few tensors in turn: a plain attribute
-that is another tensor now (these are checked first), a write into `module._parameters`, a storage that is resized, C++
-code that goes past the dispatcher.
+What none of them tells is noticed within a few launches, as each checks the next few tensors and submodules in turn: a
+plain attribute that is another tensor now (these are checked first), a write into `module._parameters` or
+`module._modules`, a storage that is resized, C++ code that goes past the dispatcher.
 
-A 0-d integer buffer that the graph holds as a number is compared after a `load_state_dict`; one that is written in
-place by hand is not.
+A 0-d integer buffer that the graph holds as a number is compared when its version counter has moved; one that has none,
+as it was made in inference mode, or that was written past it (`.data`), after a `load_state_dict`.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +40,17 @@ from spangraph.host_state import HostState, storage_key
 
 # Tensors that a launch checks: all of a small model's.
 _NUM_PROBES = 8
+
+# What replaces tensors or changes a module's structure, and ends in none of torch's hooks.
+_UNHOOKED = (
+    (torch.utils, "swap_tensors"),
+    (nn.Module, "_apply"),
+    (nn.Module, "__delattr__"),
+    (nn.ModuleDict, "__delitem__"),
+    (nn.ModuleDict, "clear"),
+    (nn.ModuleList, "insert"),
+    (nn.Sequential, "insert"),
+)
 
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
@@ -56,7 +70,8 @@ def _is_held(tensor: Tensor) -> bool:
 
 
 _compatible = torch.ops.aten._has_compatible_shallow_copy_type.default
-_set = torch.ops.aten.set_.source_Storage_storage_offset
+# All of `tensor.set_(...)` ends in the first.
+_in_place = (torch.ops.aten.set_.source_Storage_storage_offset, torch.ops.aten.resize_.default)
 # Ours comes before any device's kernel, after autograd's and Python's.
 _devices = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
@@ -70,9 +85,8 @@ def _on_data(tensor: Tensor, new: Tensor) -> bool:
     return compatible
 
 
-def _on_set(keys: torch._C.DispatchKeySet, tensor: Tensor, *args: Any) -> Tensor:
-    """All of `tensor.set_(...)` ends here."""
-    out: Tensor = _set.redispatch(keys & _devices, tensor, *args)
+def _on_op(op: Any, keys: torch._C.DispatchKeySet, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    out: Tensor = op.redispatch(keys & _devices, tensor, *args, **kwargs)
     if _is_held(tensor):
         _bump()
     return out
@@ -87,7 +101,8 @@ def _count_calls(owner: Any, name: str, count: Callable[[], None]) -> None:
         try:
             return function(*args, **kwargs)
         finally:
-            count()
+            if not torch.compiler.is_dynamo_compiling():  # which would compile again when the count has moved
+                count()
 
     setattr(owner, name, counted)
 
@@ -107,12 +122,13 @@ def _install() -> None:
         # With autograd's keys alone, inference mode would go past; without them, subclasses would see the operator.
         for keys in ("AutogradCPU", "AutogradCUDA", "CPU", "CUDA"):
             _library.impl(_compatible, _on_data, keys)
-        _library.impl(_set, _on_set, "BackendSelect", with_keyset=True)
+        for op in _in_place:
+            _library.impl(op, functools.partial(_on_op, op), "BackendSelect", with_keyset=True)
         nn_module.register_module_parameter_registration_hook(_bump)
         nn_module.register_module_buffer_registration_hook(_bump)
         nn_module.register_module_module_registration_hook(_bump)
-        _count_calls(nn.Module, "_apply", _bump)
-        _count_calls(torch.utils, "swap_tensors", _bump)
+        for owner, name in _UNHOOKED:
+            _count_calls(owner, name, _bump)
         _count_calls(nn.Module, "load_state_dict", _count_load)
 
 
@@ -173,10 +189,11 @@ class Weights:
     ) -> None:
         _install()
         self._probe_all = probe_all
-        self._literals = literals
+        self._literals = [(name, buffers[name], number) for buffers, name, number in literals]
+        self._versioned = [buffer for _, buffer, _ in self._literals if not buffer.is_inference()]
+        self._versions = [buffer._version for buffer in self._versioned]
         self._seen_loads = _loads
         self._traits = _baked_traits if addresses else _traits
-        self._next_probe = 0
         self._seen = _replacements
         # Names with None, too: a bias or a cache may come later.
         self._boxes: list[tuple[str, nn.Module, str, Any, tuple[Any, ...]]] = []
@@ -193,7 +210,7 @@ class Weights:
                 ]
         self._entries = plain + registered
         tensors = [entry for entry in self._entries if isinstance(entry.value, Tensor)]
-        self._probes = [(e.box, e.key, e.value, _address(e.value) if addresses else None) for e in tensors]
+        self._turns = self._probes(addresses)
         _held[id(self)] = frozenset(id(entry.value) for entry in tensors)
         weakref.finalize(self, _held.pop, id(self)).atexit = False
         # Gone with this object, without a call, or with the memory, with one.
@@ -206,21 +223,24 @@ class Weights:
         Raises:
             StaleGraphError: naming what was replaced.
         """
-        if self._seen_loads != _loads:
+        if self._literals and (
+            self._seen_loads != _loads or self._versions != [buffer._version for buffer in self._versioned]
+        ):
             self._check_literals()
         seen = _replacements
         if self._seen == seen and not self._probe_all and not self._probe():
             return
-        stale = [e.label for e in self._entries if e.is_replaced() or self._traits(e.value) != e.traits]
-        added = []
+        stale = {"replaced": [e.label for e in self._entries if e.is_replaced() or self._traits(e.value) != e.traits]}
         for prefix, module, kind, box, keys in self._boxes:
             now = getattr(module, kind)
             if now is not box:
-                stale.append(f"{prefix}{kind}")
-            added += [f"{prefix}{key}" for key in tuple(now.keys()) if key not in keys]
-        if stale or added:
+                stale["replaced"].append(f"{prefix}{kind}")
+            if (names := tuple(now.keys())) != keys:
+                stale.setdefault("added", []).extend(f"{prefix}{key}" for key in names if key not in keys)
+                if set(names) == set(keys):
+                    stale.setdefault("reordered", []).append(f"{prefix}{kind}")
+        if what := " and ".join(_named(found, how) for how, found in stale.items() if found):
             self._seen = -1  # so that the next launch finds it too
-            what = " and ".join(_named(found, how) for found, how in ((stale, "replaced"), (added, "added")) if found)
             raise StaleGraphError(
                 f"{what} after the trace, so the graph would compute with the model as it was then. Update weights in"
                 " place (copy_, load_state_dict without assign=True), compile with on_stale='recapture', or compile"
@@ -229,24 +249,34 @@ class Weights:
         self._seen = seen
 
     def _check_literals(self) -> None:
-        seen = _loads
-        for buffers, name, number in self._literals:
-            tensor = buffers.get(name)
-            if tensor is not None and int(tensor.item()) != number:
+        seen, versions = _loads, [buffer._version for buffer in self._versioned]
+        for name, buffer, number in self._literals:
+            if (now := int(buffer.item())) != number:
                 raise StaleGraphError(
-                    f"buffer {name!r} was {number} at the trace, which the graph holds as a number, and is now"
-                    f" {int(tensor.item())}: compile again."
+                    f"buffer {name!r} was {number} at the trace, which the graph holds as a number, and is now {now}:"
+                    " compile again."
                 )
-        self._seen_loads = seen
+        self._seen_loads, self._versions = seen, versions
+
+    def _probes(self, addresses: bool) -> Iterator[tuple[Any, ...]]:
+        """What each launch looks at: the submodules of one module, and a few tensors and modules."""
+        values = [entry for entry in self._entries if entry.value is not None]
+        probes = [(e.box, e.key, e.value, _address(e.value) if addresses else None) for e in values]
+        parents = [(box, len(keys), keys[-1]) for *_, kind, box, keys in self._boxes if kind == "_modules" and keys]
+        parents = [parent for parent in parents if isinstance(parent[0], dict)] or [({None: None}, 1, None)]
+        few = [probes[i : i + _NUM_PROBES] for i in range(0, len(probes), _NUM_PROBES)] or [[]]
+        num_turns = max(len(parents), len(few))
+        return itertools.cycle((*parents[i % len(parents)], few[i % len(few)]) for i in range(num_turns))
 
     def _probe(self) -> bool:
-        """Whether one of the next few tensors was replaced."""
-        first, end = self._next_probe, self._next_probe + _NUM_PROBES
-        self._next_probe = end if end < len(self._probes) else 0
+        """Whether something was replaced, added, removed or moved, as far as this turn tells."""
+        box, size, last, probes = next(self._turns)
         try:
-            for box, key, tensor, address in self._probes[first:end]:
-                if box[key] is not tensor or (address is not None and tensor.data_ptr() != address):
+            if len(box) != size or next(reversed(box)) != last:
+                return True
+            for box, key, value, address in probes:
+                if box[key] is not value or (address is not None and value.data_ptr() != address):
                     return True
-        except (KeyError, IndexError):
+        except (KeyError, IndexError, StopIteration):
             return True
         return False

@@ -2,8 +2,11 @@
 
 import gc
 import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -151,6 +154,145 @@ def test_what_a_forward_calls_and_what_shadows_a_class_is_guarded(
     assert len(traces) == len(changes)
 
 
+class Looks(Spanned):
+    """Attributes that look like torch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.use_hooks = False
+        self.use_flat_weights = False
+        self.config = SimpleNamespace(my_hooks=1)
+
+    def forward(self, x: Tensor, n: Tensor) -> Any:
+        x = x * 2 if self.use_hooks else x * 3
+        x = x + 4 if self.use_flat_weights else x
+        return self.spanned(x * self.config.my_hooks, n)
+
+
+def test_attributes_that_look_like_torch_s_are_guarded(traces: list[str]) -> None:
+    """Guards were dropped for a part of their name."""
+    model: Any = Looks()
+    run = compiled(model, trace="dynamo")
+    changes = [
+        lambda: None,
+        lambda: setattr(model, "use_hooks", True),
+        lambda: setattr(model, "use_flat_weights", True),
+        lambda: setattr(model.config, "my_hooks", 5),
+    ]
+    for count, change in enumerate(changes, 1):
+        change()
+        check(run, model)
+        assert len(traces) == count
+
+
+TENSOR = torch.tensor(2.0)
+ALIAS = TENSOR
+TENSORS = {"a": [torch.tensor(3.0)]}
+LINEAR = nn.Linear(3, 3)
+
+
+def enclosed() -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], None]]:
+    cell = torch.tensor(2.0)
+
+    def call(x: Tensor) -> Tensor:
+        return x * cell
+
+    def rebind(new: Tensor) -> None:
+        nonlocal cell
+        cell = new
+
+    return call, rebind
+
+
+CALL, REBIND = enclosed()
+
+
+def defaulting(x: Tensor, k: float = 2.0) -> Tensor:
+    return x + k
+
+
+class Elsewhere(Spanned):
+    """Tensors and modules that are no parameters or buffers of the model."""
+
+    shared = torch.tensor(2.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(tensor=torch.tensor(2.0))
+        self.object = Config()
+        self.object.linear = nn.Linear(3, 3)  # type: ignore[attr-defined]
+        self.modules_ = [nn.Linear(3, 3)]
+        self.scalar = np.float32(2)
+        self.array = np.ones(3, dtype=np.float32)
+
+    def forward(self, x: Tensor, n: Tensor) -> Any:
+        x = CALL(x * TENSOR + TENSORS["a"][0]) - self.shared
+        x = self.modules_[0](self.object.linear(LINEAR(x))) * self.config.tensor  # type: ignore[attr-defined]
+        return self.spanned(defaulting(x * float(self.scalar)) * torch.from_numpy(self.array) + ALIAS, n)
+
+
+def check_close(run: Compiled, model: nn.Module) -> None:
+    x, n = batch((3, 3), 3)
+    out = run(x, n)["audio"]
+    torch.testing.assert_close(torch.stack([out[0], out[1]]), model(x, n).outputs["audio"])
+
+
+@BACKENDS
+def test_a_tensor_that_is_rebound_outside_the_model_is_traced_again(
+    on: str, traces: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of these replayed the graph of the old one. The mirrored case: one that is written in place."""
+    model: Any = Elsewhere()
+    run = compiled(model, on, "dynamo")
+    new = torch.tensor(7.0)
+    changes = [
+        lambda: None,
+        lambda: monkeypatch.setitem(globals(), "TENSOR", new),
+        lambda: monkeypatch.setitem(globals(), "ALIAS", torch.tensor(9.0)),
+        lambda: monkeypatch.setitem(TENSORS, "a", [new + 1]),
+        lambda: TENSORS["a"].__setitem__(0, new.clone()),
+        lambda: REBIND(new + 2),
+        lambda: monkeypatch.setattr(Elsewhere, "shared", new + 3),
+        lambda: setattr(model.config, "tensor", new + 4),
+        # At most recompile_limit traces of one signature.
+    ]
+    more = [
+        lambda: None,
+        lambda: setattr(model.object, "linear", nn.Linear(3, 3)),
+        lambda: model.modules_.__setitem__(0, nn.Linear(3, 3)),
+        lambda: monkeypatch.setitem(globals(), "LINEAR", nn.Linear(3, 3)),
+        lambda: setattr(LINEAR, "weight", nn.Parameter(torch.randn(3, 3))),
+        lambda: setattr(model, "scalar", np.float32(7)),
+        lambda: setattr(model, "array", np.full(3, 2, dtype=np.float32)),
+        lambda: monkeypatch.setattr(defaulting, "__defaults__", (7.0,)),
+    ]
+    for steps in (changes, more):
+        run, before = compiled(model, on, "dynamo"), len(traces)
+        for count, change in enumerate(steps, 1):
+            change()
+            check_close(run, model)
+            check_close(run, model)
+            assert len(traces) == before + count
+    before = len(traces)
+    for tensor in (new, TENSORS["a"][0], Elsewhere.shared, model.config.tensor, model.object.linear.weight.data):
+        tensor.mul_(2)
+    model.array.fill(3)
+    check_close(run, model)
+    assert len(traces) == before
+
+
+def test_a_forward_that_is_replaced_on_its_class_is_traced_again(
+    traces: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Modes()
+    run = compiled(model, trace="dynamo")
+    check(run, model)
+    monkeypatch.setattr(Modes, "forward", lambda self, x, n: self.spanned(x + 50, n))
+    check(run, model)
+    check(run, model)
+    assert len(traces) == 2
+
+
 def test_eager_launches_follow_what_is_guarded() -> None:
     """They were served by the first trace of their shape for ever, or cut as the graph of another mode was."""
 
@@ -267,16 +409,28 @@ def test_weights_are_no_guards(traces: list[str]) -> None:
 
 
 def test_a_method_that_was_wrapped_for_the_trace_is_no_guard(traces: list[str]) -> None:
+    """What has its name is one."""
+
     class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = {"decode": 2}
+            self.decode_gain = 1
+
         def decode(self, x: Tensor) -> Tensor:
-            return x * 2
+            return x * self.config["decode"] * self.decode_gain
 
     decoder = spangraph.declare(Decoder(), wave=lambda out, x: from_lengths((x > -9).sum(-1) - 1), method="decode")
     run = compiled(plain(lambda self, x: self.decoder.decode(x), decoder=decoder), trace="dynamo")
+    x, _ = batch((3, 5))
     for _ in range(3):
-        x, _ = batch((3, 5))
         assert values(run(x)) == cut(x * 2, [4, 4])
     assert len(traces) == 1
+    decoder.config["decode"] = 3  # type: ignore[index]
+    assert values(run(x)) == cut(x * 3, [4, 4])
+    decoder.decode_gain = 2  # type: ignore[assignment]
+    assert values(run(x)) == cut(x * 6, [4, 4])
+    assert len(traces) == 3
 
 
 def test_a_dropped_object_lets_go_of_its_model() -> None:
