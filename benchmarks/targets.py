@@ -125,7 +125,9 @@ def measure_cut(report: Report, rounds: int) -> None:
 
         def by_tolist() -> object:
             spans = table.tolist()
-            return [audio[i, s:e] for i, (s, e) in enumerate(spans)], [pitch[i, :, s:e] for i, (s, e) in enumerate(spans)]
+            return [audio[i, s:e] for i, (s, e) in enumerate(spans)], [
+                pitch[i, :, s:e] for i, (s, e) in enumerate(spans)
+            ]
 
         def by_item() -> object:
             return [audio[i, : ends[i].item()] for i in range(bs)], [pitch[i, :, : ends[i].item()] for i in range(bs)]
@@ -240,7 +242,12 @@ def measure_passes(report: Report, rounds: int) -> None:
     small, mid, large = (statistics.median(seconds[n]) for n in (1_000, 10_000, 50_000))
     ratio = large / 50 / small
     report.add("passes: time per node at 50k, against 1k", f"{ratio:.2f}x", "1.5x", is_met=ratio <= 1.5)
-    report.add("passes: 10k nodes", f"{mid:.2f} s ({min(seconds[10_000]):.2f} - {max(seconds[10_000]):.2f})", "1 s", is_met=mid < 1)
+    report.add(
+        "passes: 10k nodes",
+        f"{mid:.2f} s ({min(seconds[10_000]):.2f} - {max(seconds[10_000]):.2f})",
+        "1 s",
+        is_met=mid < 1,
+    )
 
 
 def measure_compile(report: Report, rounds: int) -> None:
@@ -254,7 +261,12 @@ def measure_compile(report: Report, rounds: int) -> None:
         if number:
             ratios.append(launched / exported)
     low, mid, high = statistics.quantiles(ratios, n=4)
-    report.add("compile: trace and first launch, against torch.export", f"{mid:.2f}x ({low:.2f} - {high:.2f})", "1.3x", is_met=mid <= 1.3)
+    report.add(
+        "compile: trace and first launch, against torch.export",
+        f"{mid:.2f}x ({low:.2f} - {high:.2f})",
+        "1.3x",
+        is_met=mid <= 1.3,
+    )
 
 
 def measure_memory(report: Report, rounds: int) -> None:
@@ -307,7 +319,12 @@ def measure_import(report: Report, rounds: int) -> None:
         began, torch_done, all_done = map(float, done.stdout.split())
         ratios.append((all_done - began) / (torch_done - began))
     low, mid, high = statistics.quantiles(ratios, n=4)
-    report.add("import: spangraph with torch, against torch", f"{mid:.3f}x ({low:.3f} - {high:.3f})", "1.05x", is_met=mid <= 1.05)
+    report.add(
+        "import: spangraph with torch, against torch",
+        f"{mid:.3f}x ({low:.3f} - {high:.3f})",
+        "1.05x",
+        is_met=mid <= 1.05,
+    )
 
 
 SECTIONS = {

@@ -144,8 +144,6 @@ def merge_rows(parts: Sequence[Rows]) -> Rows:
 
 
 class _MergedRows(Rows):
-    __slots__ = ("_places",)
-
     def __init__(self, parts: Sequence[Rows], ids: Sequence[Hashable]) -> None:
         self._places = [(part, i) for part in parts for i in range(len(part.row_ids))]
         owned: dict[int, Any] = {}

@@ -154,7 +154,13 @@ class Rows(Mapping[Hashable, Entry]):
     raises once, naming every bad one.
     """
 
-    __slots__ = ("_cut", "_index", "_launch", "_nans", "_owned", "_records", "_spans", "_step", "_windows_of")
+    # Of the class until they are needed, as some are made at every step.
+    _spans: memoryview | None = None  # as they were staged
+    _owned: Mapping[int, Entry] | None = None
+    _nans: Mapping[int, int] | None = None
+    _index: dict[Hashable, int] | None = None
+    _windows_of: dict[int, list[Window]] | None = None
+    _records: memoryview | None = None  # what became of the copies
 
     def __init__(
         self,
@@ -168,12 +174,10 @@ class Rows(Mapping[Hashable, Entry]):
         self._step = step  # keeps the lease while the rows are in use
         self._launch = launch
         self._cut = cut
-        self._spans = spans  # as they were staged; of steps when somebody looks at them
-        self._owned = owned
-        self._nans = nans
-        self._index: dict[Hashable, int] | None = None
-        self._windows_of: dict[int, list[Window]] | None = None
-        self._records: memoryview | None = None  # what became of the copies
+        if owned is not None:
+            self._spans = spans
+            self._owned = owned
+            self._nans = nans
 
     @property
     def row_ids(self) -> Sequence[Hashable]:
@@ -212,6 +216,10 @@ class Rows(Mapping[Hashable, Entry]):
 
     def __len__(self) -> int:
         """Number of rows that iteration yields."""
+        width = self._cut.single_width
+        if width >= 0 and self._owned is None and not self._launch.withheld:
+            words = self._words().tolist()
+            return sum([0 <= start < end <= width for start, end in zip(words[::2], words[1::2], strict=True)])
         return len(self._all_windows())
 
     def __repr__(self) -> str:
@@ -322,11 +330,11 @@ class Rows(Mapping[Hashable, Entry]):
     # ---- tensors -------------------------------------------------------------------------------------------------
 
     def _entry(self, position: int) -> Entry | None:
-        if (frame := self._frame()) is not None and not self._launch.withheld:
-            padded, shape, dim, strides, width = frame
-            words = self._words()
+        if (padded := self._plain()) is not None and not self._launch.withheld:
+            cut, words = self._cut, self._words()
             start, end = words[2 * position], words[2 * position + 1]
-            if 0 <= start < end <= width:
+            if 0 <= start < end <= cut.single_width:
+                dim, strides, shape = cut.single_dim, padded.stride(), list(cut.row_shape)
                 shape[dim] = end - start
                 first = padded.storage_offset() + position * strides[0] + start * strides[dim + 1]
                 return padded.as_strided(shape, strides[1:], first)
@@ -337,29 +345,32 @@ class Rows(Mapping[Hashable, Entry]):
             return self._owned[position]
         return self._as_entry(self._crops(position, windows))
 
-    def _frame(self) -> tuple[Tensor, list[int], int, tuple[int, ...], int] | None:
-        """Of a plain cut's views: the output, a row's padded shape, its spanned dim, the output's strides, and the
-        dim's width. None where each row has to be looked at."""
+    def _plain(self) -> Tensor | None:
+        """The output whose rows are views that one operator makes; None if there is more to do."""
         cut, launch = self._cut, self._launch
-        if (dim := cut.single_dim) < 0 or self._owned is not None or self._step is None or self._step._ring.debug:
+        if cut.single_dim < 0 or self._owned is not None or self._step is None or self._step._ring.debug:
             return None
         outputs = launch.outputs  # before the check: another thread may release meanwhile
         if launch.is_released:
             raise stale_error(launch)
         padded = outputs[cut.output]
-        if type(padded) is not Tensor or padded.is_neg():
-            return None
-        return padded, list(cut.row_shape), dim, padded.stride(), cut.single_width
+        return None if padded.is_neg() else padded
 
     def _entries(self) -> Iterator[tuple[Hashable, Entry]]:
         """Ids and entries of the delivered rows; raises at the end, for the bad ones."""
-        if (frame := self._frame()) is None:
+        if (padded := self._plain()) is None:
             for row_id, position in self._delivered():
                 yield row_id, self._entry(position)
             return
-        padded, shape, dim, strides, width = frame
-        launch, words, row_strides, as_strided = self._launch, self._words().tolist(), strides[1:], padded.as_strided
-        first, row_stride, stride = padded.storage_offset(), strides[0], strides[dim + 1]
+        cut, launch, words, strides, as_strided = (
+            self._cut,
+            self._launch,
+            self._words().tolist(),
+            padded.stride(),
+            padded.as_strided,
+        )
+        shape, dim, width = list(cut.row_shape), cut.single_dim, cut.single_width
+        first, row_stride, stride, row_strides = padded.storage_offset(), strides[0], strides[dim + 1], strides[1:]
         bad: list[SpanError] = []
         for position, (row_id, start, end) in enumerate(zip(self.row_ids, words[::2], words[1::2], strict=True)):
             if launch.withheld or not 0 <= start < end <= width:

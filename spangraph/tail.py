@@ -74,6 +74,8 @@ class Tail:
         if self.copies is not None and buffer is not None:
             columns = dict(columns, **{COPIES: len(copied) * COPY_WORDS})
         self.columns = columns
+        places = {} if buffer is None else buffer.layout.columns
+        self._places = {name: (places[name][0], width) for name, width in columns.items()}
         self.is_leased = holds_outputs or bool(copied)
         self.occupant: Launch | None = None
         self.neighbours: Collection[Tail] = ()
@@ -123,10 +125,10 @@ class Tail:
         Raises:
             StepStateError: if it staged nothing.
         """
-        if launch.words is None or self.buffer is None:
+        if (words := launch.words) is None:
             raise StepStateError(f"{launch} staged no spans.")
-        first, width = self.buffer.layout.columns[name][0], self.columns[name]
-        return launch.words[first : first + width * launch.num_rows]
+        first, width = self._places[name]
+        return words[first : first + width * launch.num_rows]
 
     def read_copies(self, launch: Launch) -> int | None:
         """Learn what became of a step's copies. Returns another step's generation if one of them is that step's."""
