@@ -186,7 +186,9 @@ class SignatureBuilder:
         is_captured = self._backend.static and trace.captures
         if trace.tracer != "opaque":
             signature.strides = [tensor.stride() for tensor in inputs]
-        if trace.tracer != "opaque" or is_captured:  # else the model runs itself, with whatever it has
+        if trace.tracer == "opaque" and not is_captured:  # the model runs itself, with whatever weights it has
+            signature.weights = trace.gm.get_submodule("root")  # type: ignore[assignment]
+        else:
             signature.weights = Weights(
                 self._model,
                 addresses=is_captured,
@@ -201,7 +203,7 @@ class SignatureBuilder:
         """On the device, and dense, as a graph's own inputs are: an expanded tensor becomes one with elements of its
         own."""
         moved = [tensor.to(self._backend.device) for tensor in tensors]
-        return [restrided(tensor, torch.empty_like(tensor, device="meta").stride()) for tensor in moved]
+        return [restrided(tensor, _dense_stride(tensor)) for tensor in moved]
 
     def _refuse_writes(self, trace: Trace) -> None:
         backend = self._backend
@@ -298,7 +300,7 @@ class SignatureBuilder:
         if backend.static:
             self._capture(trace, instances, inputs, share=not outputs.holds and not outputs.may_overflow)
         signature.cuts = outputs.cuts
-        signature.make_result = self._result_maker(signature, outputs, column_of)
+        signature.make_result = self._result_maker(signature, outputs, column_of, num_rows)
         signature.instances, signature.tails = instances, [instance.tail for instance in instances]
 
     def _plan(
@@ -397,17 +399,16 @@ class SignatureBuilder:
                     instance.graph = Uncaptured(backend, Runner(trace, instance), outputs)
 
     def _static(self, like: Tensor) -> Tensor:
-        """Memory for an output, of which an example without memory is known."""
+        """Memory for an output, of which an example without memory is known; an expanded one gets all its elements."""
         with torch.inference_mode(False):
-            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._backend.device)
+            return torch.empty_strided(like.shape, _dense_stride(like), dtype=like.dtype, device=self._backend.device)
 
     def _result_maker(
-        self, signature: Signature, outputs: _Outputs, column_of: Mapping[fx.Node, str]
+        self, signature: Signature, outputs: _Outputs, column_of: Mapping[fx.Node, str], num_rows: int
     ) -> Callable[[Step, bool], Any]:
         """A function that builds a step's result in the model's own output structure."""
         trace, prepared, device = signature.trace, signature.prepared, self._backend.device
         clone_whole = self._backend.static or self._debug
-        batch = signature.batch
         plan: list[Callable[[Step, bool], Any]] = []
 
         def constant(value: Any) -> Callable[[Step, bool], Any]:
@@ -417,8 +418,9 @@ class SignatureBuilder:
             return lambda step, own: step.cut_rows(cut).own() if own else step.cut_rows(cut)
 
         def real(value: Tensor, step: Step) -> Tensor:
-            """Without rows that a bucket has added."""
-            return value[: len(step.row_ids)] if batch is not None and value.shape[:1] == (batch,) else value
+            """Without padding rows, where it has a row per row of the batch."""
+            real = len(step.row_ids)
+            return value[:real] if real < num_rows and value.shape[:1] == (num_rows,) else value
 
         def whole(index: int) -> Callable[[Step, bool], Any]:
             def deliver(step: Step, own: bool) -> Tensor:
@@ -472,6 +474,10 @@ def _preserve(tensors: Sequence[Tensor]) -> Iterator[None]:
         with torch.inference_mode():  # some may have been made in it
             for tensor, value in zip(tensors, saved, strict=True):
                 tensor.copy_(value)
+
+
+def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 def _constants(gm: fx.GraphModule) -> set[int]:

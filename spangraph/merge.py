@@ -16,6 +16,9 @@ from spangraph.rows import Rows, Window
 from spangraph.spans import refuse_mixed
 from spangraph.step import Step
 
+# Of a launch.
+_OPTIONS = ("walk", "rows", "num_rows", "wait", "timeout")
+
 
 def run_each(
     launch: Callable[..., Step],
@@ -74,6 +77,11 @@ def run_each(
 
 def _call(index: int, request: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     if isinstance(request, Mapping):
+        if clash := [name for name in _OPTIONS if name in request]:
+            raise InputError(
+                f"request {index} has {clash}: launch() takes these itself. A request names the model's inputs; walk,"
+                " rows, wait and timeout are options of run_each()."
+            )
         return (), request
     if not isinstance(request, tuple | list):
         raise InputError(

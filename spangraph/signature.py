@@ -13,6 +13,7 @@ from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 from spangraph.backends import Backend, Event, Graph
 from spangraph.counts import Counts
 from spangraph.errors import TraceError
+from spangraph.opaque import OpaqueRoot
 from spangraph.passes import Prepared
 from spangraph.rows import Cut
 from spangraph.step import Step
@@ -46,6 +47,7 @@ class Signature:
         strides: of its inputs, on which a graph relies; empty where the model itself runs.
         pad_values: what the padding of each input holds; empty where nothing is padded.
         miss: why its launches are misses; empty for a graph.
+        weights: checks at every launch that the model is still the one that was traced, as far as that matters.
     """
 
     label: str
@@ -56,7 +58,7 @@ class Signature:
     cuts: dict[int, Cut] = field(default_factory=dict)
     instances: list[Instance] = field(default_factory=list)
     tails: list[Tail] = field(default_factory=list)
-    weights: Weights | None = None
+    weights: Weights | OpaqueRoot | None = None
     make_result: Callable[[Step, bool], Any] | None = None
     place: Any = None
     num_elements: int = 0

@@ -227,12 +227,12 @@ class Tail:
             batch: rows of the caller's batch, default the graph's.
 
         Raises:
-            InputError: for duplicate, too few or too many row ids.
+            InputError: for duplicate, too few or too many row ids, or another `num_rows` than the batch can have.
         """
         size = self.num_rows if batch is None else batch
         real = size if num_rows is None else num_rows
-        if not 0 <= real <= size:
-            raise InputError(f"num_rows={num_rows} of a batch of {size} rows: expected 0 to {size}.")
+        if not isinstance(real, int) or isinstance(real, bool) or not 0 <= real <= size:
+            raise InputError(f"num_rows={num_rows} of a batch of {size} rows: expected an int from 0 to {size}.")
         if rows is None:
             return None, real
         ids = checked_ids(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -324,10 +325,20 @@ class WalkGraphs:
 
 def _key(call: CallSpec, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> tuple[Any, ...]:
     """What tells signatures of a walk apart."""
-    constants = tuple((type(c.value), repr(c.value)) for c in call.leaves if isinstance(c, Constant))
+    constants = tuple(_constant_key(c.value) for c in call.leaves if isinstance(c, Constant))
     places = tuple(isinstance(leaf, Constant) for leaf in call.leaves)
     kinds = tuple((t.dtype, t.device, t.layout) for t in tensors)
     return call.spec, constants, places, kinds, tuple(map(tuple, shapes))
+
+
+def _constant_key(value: Any) -> tuple[Any, ...]:
+    """Type and value. Not the value itself: 0.0 == -0.0, and nan is no key. Nor its own repr, which may say less."""
+    if isinstance(value, slice | range):
+        return type(value), *map(_constant_key, (value.start, value.stop, value.step))
+    if isinstance(value, enum.Enum):  # there is one object of each member
+        return type(value), id(value)
+    base: Any = next((base for base in (int, float, complex, str, bytes) if isinstance(value, base)), type(value))
+    return type(value), base.__repr__(value)
 
 
 def _refuse_recompiles(versions: Sequence[Signature]) -> None:

@@ -296,6 +296,24 @@ def test_the_callers_padding_rows_leave_whole_outputs_in_eager_launches_too(on: 
             assert torch.equal(step.result()["energy"], lengths[:2] * 2)
 
 
+@BACKENDS
+@TRACES
+def test_an_eager_launch_may_return_expanded_outputs(on: str, trace: str) -> None:
+    """Memory for them was expanded, too, so that nothing could be copied into it."""
+
+    def forward(self: Any, x: Tensor, n: Tensor) -> SpannedOutput:
+        return self.spanned(x[:, None].expand(-1, 3, -1), n, more=(x + 1)[:, None].expand(-1, 2, -1))
+
+    run = spangraph.compile(spanned(forward), backend=backend(on), trace=trace, buckets={"batch": (1,)})
+    x, n = torch.randn(2, 4), torch.tensor([4, 2])
+    for _ in range(2):
+        x = x + 1
+        outputs = run(x, n).outputs
+        assert values(outputs["audio"]) == {i: x[i, :w].expand(3, -1).tolist() for i, w in enumerate([4, 2])}
+        more = outputs["more"]
+        assert (more if isinstance(more, Tensor) else more[0][None])[0].equal((x[0] + 1).expand(2, -1))
+
+
 def test_the_first_launch_of_all_may_be_eager() -> None:
     run = bucketed(Vocoder(), "simulated")
     mel, lengths = mels(5, 3)

@@ -98,6 +98,27 @@ def test_padding_rows_never_surface(trace: str, on: str) -> None:
     assert values(run(x, n, num_rows=0)["audio"]) == {}
 
 
+@TRACES
+@BACKENDS
+@pytest.mark.parametrize("buckets", [None, {"batch": (4,)}, {"batch": (1,)}])  # no buckets, a hit, a miss
+def test_results_lose_the_callers_padding_rows(buckets: Any, trace: str, on: str) -> None:
+    """Without buckets spans, row values and whole outputs kept them."""
+
+    def forward(self: Spanned, x: Tensor, n: Tensor) -> Any:
+        return SpannedOutput(
+            {"audio": x * 2, "sums": x.sum(1), "table": x.sum(0)}, {"audio": from_lengths(n)}, {"n": n}
+        )
+
+    x, n = batch((3, 5))
+    with compiled(spanned(forward), on, trace, buckets=buckets).launch(x, n, num_rows=1) as step:
+        result = step.result()
+        assert values(result.outputs["audio"]) == cut(x * 2, [3])
+        assert result.outputs["sums"].tolist() == x.sum(1).tolist()[:1]
+        assert result.outputs["table"].shape == (5,)
+        assert result.output_spans["audio"].tolist() == [[0, 3]]
+        assert result.row_values["n"].tolist() == [3]
+
+
 @BACKENDS
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -107,6 +128,8 @@ def test_padding_rows_never_surface(trace: str, on: str) -> None:
         ({"rows": ["a", "a"]}, r"row ids \['a', 'a'\] hold one id twice"),
         ({"num_rows": 3}, "num_rows=3 of a batch of 2 rows"),
         ({"num_rows": -1}, "num_rows=-1"),
+        ({"num_rows": True}, "num_rows=True of a batch of 2 rows: expected an int"),
+        ({"num_rows": 1.0}, "num_rows=1.0 of a batch of 2 rows: expected an int"),
         ({"rows": ["a"], "num_rows": 2}, "1 row ids for 2 real rows"),
     ],
 )

@@ -280,6 +280,8 @@ def test_what_is_equal_in_all_requests_is_there_once() -> None:
         ([(torch.ones(1, 3),)] * 2, ["a", "a"], "hold one id twice"),
         ([(torch.ones(1, 3),)] * 2, "ab", "is one string"),
         ([(torch.ones(1, 3),)], [["a"]], "cannot be keys"),
+        ([{"x": torch.ones(1, 3), "rows": ["a"]}], None, r"request 0 has \['rows'\]: launch\(\) takes these itself"),
+        ([(torch.ones(1, 3),), {"wait": True, "walk": "w"}], None, r"request 1 has \['walk', 'wait'\]"),
         ([(torch.ones(1, 3),), torch.ones(1, 3)], None, "request 1 is a Tensor: expected a tuple of the model's"),
     ],
 )
@@ -305,7 +307,7 @@ def test_a_request_that_fails_takes_the_others_with_it_and_nothing_else(on: str,
     failing: list[tuple[Any, type[BaseException], str | None]] = [
         (requests(), ZeroDivisionError, None),
         ([(torch.ones(1, 3),), (torch.ones(1, 3), torch.ones(1), 3)], TypeError, "cannot be called like this"),
-        ([(torch.ones(1, 3),), {"x": torch.ones(1, 3), "rows": None}], TypeError, "rows"),
+        ([(torch.ones(1, 3),), {"x": torch.ones(1, 3), "rows": None}], InputError, "rows"),
         ([(torch.ones(1, 3),), (torch.ones(1, 3), -1)], ArithmeticError, "the model's own"),
     ]
     for request, error, message in failing:

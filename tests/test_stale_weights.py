@@ -194,6 +194,32 @@ def test_modules_that_are_exchanged_are_noticed() -> None:
     _check(run, 2, 1)
 
 
+class _Times(Spanned):
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, x: Tensor, n: Tensor) -> Any:
+        return self.spanned(x * self.gain, n)
+
+
+@pytest.mark.parametrize("on", ["inline", "simulated"])
+@pytest.mark.parametrize("options", [{"trace": "opaque"}, {"buckets": {"batch": (1,)}}], ids=["opaque", "miss"])
+def test_a_declaring_module_that_is_exchanged_is_noticed_where_the_model_runs_itself(on: str, options: Any) -> None:
+    """SG107 for ever: the old module's hooks never fired, and recaptures were not for such signatures."""
+    x, n = batch((3, 5))
+    for on_stale in ("error", "recapture"):
+        model = plain(lambda self, x, n: self.inner(x, n), inner=_Times(2.0))
+        run = compiled(model, on, on_stale=on_stale, **options)
+        assert values(run(x, n)["audio"]) == cut(x * 2, [3, 5])
+        first, model.inner = model.inner, _Times(5.0)
+        if on_stale == "error":
+            with pytest.raises(StaleGraphError, match=r"inner.* was replaced after the trace"):
+                run.launch(x, n)
+            model.inner = first
+        assert values(run(x, n)["audio"]) == cut(x * model.inner.gain, [3, 5])
+
+
 def test_a_weight_that_is_transposed_where_it_lies_is_noticed() -> None:
     """It has the same address, dtype and shape."""
     model = Spanned()

@@ -17,8 +17,9 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPa
 import spangraph
 from spangraph import InputError, TraceError
 
-from .toys import Toy, batch, compiled, cut, plain, tracer_of, values
+from .toys import Toy, batch, compiled, cut, plain, spanned, tracer_of, values
 
+BACKENDS = pytest.mark.parametrize("on", ["inline", "simulated"])
 TRACES = pytest.mark.parametrize("trace", ["export", "opaque"])
 
 
@@ -171,6 +172,91 @@ def test_an_opaque_model_that_changes_its_spans_is_refused() -> None:
     assert values(run(x, n)) == cut(x * 2 + 1, [2, 3])
 
 
+# ---- which outputs are the spanned value -----------------------------------------------------------------------------
+
+# Where the model runs itself at every step.
+RUNS_ITSELF = pytest.mark.parametrize(
+    ("on", "options"),
+    [
+        ("inline", {"trace": "opaque"}),
+        ("inline", {"buckets": {"batch": (1,)}}),
+        ("simulated", {"buckets": {"batch": (1,)}}),
+    ],
+    ids=["opaque", "miss", "captured miss"],
+)
+# An output that is the spanned value, and one of its shape that is not: other values, also in the same memory.
+TIES: dict[str, Any] = {
+    "itself": (lambda y: y, lambda y: y * 2),
+    "a view": (lambda y: y[:, None], lambda y: (y * 2)[:, None]),
+    "negated": (lambda y: y, torch.ops.aten._neg_view.default),
+}
+
+
+@RUNS_ITSELF
+@pytest.mark.parametrize("kind", TIES)
+def test_an_output_that_is_the_spanned_value_must_remain_it(kind: str, on: str, options: Any) -> None:
+    """It was delivered with the value of the other."""
+    same, other = TIES[kind]
+    model = plain(lambda self, x, n: (y := self.toy(x, n)["audio"], self.tied(y)), toy=Toy())
+    model.tied = same
+    run = compiled(model, on, **options)
+    for _ in range(2):
+        x, n = batch((3, 5))
+        model.tied = same
+        found = {i: row.flatten().tolist() for i, row in run(x, n)[1].items()}
+        assert found == cut(x * 2 + 1, [3, 5])
+        model.tied = other
+        with pytest.raises(TraceError, match=r"output\[1\] was the spanned 'audio' of toy itself at the first run"):
+            run(x, n)
+
+
+@RUNS_ITSELF
+@pytest.mark.parametrize("kind", TIES)
+def test_an_output_may_become_the_spanned_value(kind: str, on: str, options: Any) -> None:
+    """The mirrored case: it is delivered as at the first run."""
+    same, other = TIES[kind]
+    model = plain(lambda self, x, n: (y := self.toy(x, n)["audio"], self.tied(y)), toy=Toy())
+    run = compiled(model, on, **{**options, "trace": "opaque"})
+    for tied in (lambda y: same(y) * 3, same, other):
+        model.tied = tied
+        x, n = batch((3, 5))
+        assert run(x, n)[1].equal(tied(x * 2 + 1))
+
+
+@BACKENDS
+@pytest.mark.parametrize("options", [{}, {"trace": "opaque"}, {"buckets": {"batch": (1,)}}], ids=str)
+def test_inputs_that_were_one_tensor_at_the_trace_may_be_two(on: str, options: Any) -> None:
+    """An output that is the one was delivered with the values of the other."""
+    model = spanned(lambda self, x, other, n: self.spanned(x, n, other=other, more=other[:, None]))
+    model.register_buffer("held", torch.randn(2, 5))
+    for first in (torch.randn(2, 5), model.held):
+        run = compiled(model, on, **options)
+        run(first, first, torch.tensor([3, 5]))
+        x, other = torch.randn(2, 2, 5)
+        for inputs in ((x, other), (other, x), (x, x)):
+            outputs = run(*inputs, torch.tensor([3, 5])).outputs
+            assert values(outputs["audio"]) == cut(inputs[0], [3, 5])
+            assert outputs["other"].equal(inputs[1])
+            assert outputs["more"].equal(inputs[1][:, None])
+
+
+def test_an_output_that_becomes_a_buffer_is_kept_from_the_next_step() -> None:
+    """That it was none at the trace does not make it the forward's own."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.total += x
+        return self.total if self.shows else x * 0
+
+    model = spanned(forward, total=torch.zeros(2))
+    model.shows = False
+    run = compiled(model, trace="opaque", depth=2)
+    assert run(torch.ones(2)).tolist() == [0, 0]
+    model.shows = True
+    first, second = run.launch(torch.ones(2)), run.launch(torch.ones(2))
+    assert second.result().tolist() == [3, 3]
+    assert first.result().tolist() == [2, 2]
+
+
 # ---- inputs ----------------------------------------------------------------------------------------------------------
 
 
@@ -232,6 +318,41 @@ def test_constants_are_baked_in_by_type_and_value(pair: tuple[Any, Any], trace: 
         out, found = run(x, k)
         assert out.equal(x + 1)
         assert (type(found), repr(found)) == (type(k), repr(k))
+
+
+class Mute(enum.Enum):
+    A, B = 2, 3
+
+    def __repr__(self) -> str:
+        return "Mute"
+
+
+class Count(int):
+    def __repr__(self) -> str:
+        return "Count"
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [(Mute.A, Mute.B), (Count(2), Count(3)), (slice(Count(2)), slice(Count(3))), (range(0, 3, 2), range(0, 4, 2))],
+    ids=["enum", "int", "slice", "range"],
+)
+def test_constants_of_one_repr_are_told_apart(pair: tuple[Any, Any]) -> None:
+    """And of those that compare equal: a range is its items, but has a stop."""
+    run = compiled(plain(lambda self, x, k: (x + 1, k)))
+    for k in (*pair, *pair):
+        found = run(torch.ones(1), k)[1]
+        assert found == k
+        assert getattr(found, "stop", None) == getattr(k, "stop", None)
+    assert run.counts.captures == 2
+
+
+def test_nan_is_one_constant() -> None:
+    """The mirrored case: it is not equal to itself."""
+    run = compiled(plain(lambda self, x, k: x + k))
+    for _ in range(3):
+        assert run(torch.ones(1), float("nan")).isnan().all()
+    assert run.counts.captures == 1
 
 
 def test_slices_enums_and_dtypes_may_be_baked_in() -> None:
