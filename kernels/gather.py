@@ -12,7 +12,7 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -288,13 +288,12 @@ def gather_ref(source: Tensor, dims: Sequence[int], crops: Sequence[Crop]) -> li
     return clone_each(views)
 
 
-def clone_each(views: Sequence[Tensor]) -> list[Tensor]:
+def clone_each(views: Collection[Tensor]) -> list[Tensor]:
     """Copies of tensors, made together, each contiguous and in memory of its own."""
-    if not views:
-        return []
+    views = list(views)
     with torch.inference_mode(False), torch.no_grad():
-        if not views[0].is_cuda:
+        if not views or not views[0].is_cuda:
             return [view.clone(memory_format=torch.contiguous_format) for view in views]
         copies = [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in views]
-        torch._foreach_copy_(copies, list(views))  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_(copies, views)  # pyright: ignore[reportPrivateImportUsage]
     return copies

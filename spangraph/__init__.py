@@ -4,6 +4,9 @@ A submodule declares its spanned outputs, a pass puts one staging node at the gr
 host after the step: no host read in the model, no padded copies.
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
 from spangraph import kernels as kernels  # registers the operators, before anything traces
 from spangraph.backends import Backend, InlineBackend
 from spangraph.compile import compile
@@ -33,8 +36,6 @@ from spangraph.errors import (
     VerificationError,
 )
 from spangraph.memory import Memory, MemoryUse
-from spangraph.pipeline import Edge, Node, Pipeline
-from spangraph.report import Report
 from spangraph.rows import Rows
 from spangraph.slots import Copy
 from spangraph.spans import Span, SpannedOutput, from_lengths, from_mask, withhold
@@ -43,10 +44,24 @@ from spangraph.step import Step
 from spangraph.stops import StopCheck
 from spangraph.streams import Stream, Streams
 from spangraph.tail import Tail
-from spangraph.verify import verify
 from spangraph.walks import Walk
 
+if TYPE_CHECKING:
+    from spangraph.pipeline import Edge, Node, Pipeline
+    from spangraph.report import Report
+    from spangraph.verification import verify
+
 __version__ = "0.1.0"
+
+# What serving does not need is imported when it is asked for.
+_LATE = {"Edge": "pipeline", "Node": "pipeline", "Pipeline": "pipeline", "Report": "report", "verify": "verification"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATE:
+        raise AttributeError(f"module 'spangraph' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"spangraph.{_LATE[name]}"), name)
+    return value
 
 __all__ = [
     "Backend",

@@ -419,7 +419,7 @@ class SignatureBuilder:
 
         def real(value: Tensor, step: Step) -> Tensor:
             """Without padding rows, where it has a row per row of the batch."""
-            real = len(step.row_ids)
+            real = step._launch.num_rows
             return value[:real] if real < num_rows and value.shape[:1] == (num_rows,) else value
 
         def whole(index: int) -> Callable[[Step, bool], Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,11 +13,13 @@ from spangraph.backends import Backend
 from spangraph.compiled import Compiled
 from spangraph.declare import find_declarations
 from spangraph.errors import InputError
-from spangraph.pipeline import Pipeline
-from spangraph.report import Report
 from spangraph.slots import Copy
 from spangraph.stops import RowValues, StopCheck
 from spangraph.walks import Walk
+
+if TYPE_CHECKING:
+    from spangraph.pipeline import Pipeline
+    from spangraph.report import Report
 
 
 def compile(
@@ -148,6 +151,8 @@ def _walks_of(
 
 
 def _verified(pipeline: Pipeline | None, model: nn.Module, walk: str) -> Report:
+    from spangraph.pipeline import Pipeline
+
     if not isinstance(pipeline, Pipeline):
         raise InputError(
             f"pipeline is a {type(pipeline).__name__}: expected a Pipeline (Pipeline.from_toml reads one)."

@@ -163,7 +163,10 @@ class _MergedRows(Rows):
                 nans[position] = 0 if part._nans is None else part._nans[i]
         none: Any = None
         launch = Launch(none, parts[0]._launch.generation, None, None, ids, len(ids))
-        super().__init__(None, launch, parts[0]._cut, memoryview(b""), owned, nans)
+        super().__init__(None, launch, parts[0]._cut, (), owned, nans)
+
+    def spans(self, row_id: Hashable) -> tuple[Window, ...]:
+        return tuple(self._windows(self._position(row_id)))
 
     def _windows(self, position: int) -> list[Window]:
         """As the row's own step has it: padded widths and withheld rows are those of the step."""

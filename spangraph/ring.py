@@ -414,7 +414,9 @@ class Ring:
         if launch.is_released and launch.error is None:
             return None
         # No lock of the launch's own: whoever launches may read an earlier step inside its `with tail.step():`.
-        if not self.lock.acquire(timeout=-1 if deadline is None else _remaining(deadline)):
+        if deadline is None:
+            self.lock.acquire()
+        elif not self.lock.acquire(timeout=_remaining(deadline)):
             raise self._timed_out(launch, timeout)
         try:
             if launch.error is not None:

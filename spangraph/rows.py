@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import operator
 import weakref
 from collections.abc import Hashable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, replace
@@ -61,7 +63,7 @@ class Cut:
     casts: bool = False
     region: Region | None = None
 
-    def windows(self, words: memoryview, position: int) -> list[Window]:
+    def windows(self, words: Sequence[int], position: int) -> list[Window]:
         """A row's parts in this output that are not empty, in the order of its spans.
 
         Args:
@@ -155,7 +157,7 @@ class Rows(Mapping[Hashable, Entry]):
     """
 
     # Of the class until they are needed, as some are made at every step.
-    _spans: memoryview | None = None  # as they were staged
+    _spans: Sequence[int] | None = None  # as they were staged
     _owned: Mapping[int, Entry] | None = None
     _nans: Mapping[int, int] | None = None
     _index: dict[Hashable, int] | None = None
@@ -167,7 +169,7 @@ class Rows(Mapping[Hashable, Entry]):
         step: Step | None,
         launch: Launch,
         cut: Cut,
-        spans: memoryview | None = None,
+        spans: Sequence[int] | None = None,
         owned: Mapping[int, Entry] | None = None,
         nans: Mapping[int, int] | None = None,
     ) -> None:
@@ -204,7 +206,14 @@ class Rows(Mapping[Hashable, Entry]):
         return entry
 
     def __iter__(self) -> Iterator[Hashable]:
-        return (row_id for row_id, _ in self._delivered())
+        bad: list[SpanError] = []
+        for position, row_id in enumerate(self.row_ids):
+            try:
+                if self._windows(position):
+                    yield row_id
+            except SpanError as error:
+                bad.append(error)
+        _raise_bad(bad)
 
     def items(self) -> ItemsView[Hashable, Entry]:
         """Row ids and rows."""
@@ -218,9 +227,15 @@ class Rows(Mapping[Hashable, Entry]):
         """Number of rows that iteration yields."""
         width = self._cut.single_width
         if width >= 0 and self._owned is None and not self._launch.withheld:
-            words = self._words().tolist()
-            return sum([0 <= start < end <= width for start, end in zip(words[::2], words[1::2], strict=True)])
-        return len(self._all_windows())
+            words = self._words()
+            starts, ends = words[::2], words[1::2]
+            if min(starts, default=0) >= 0 and max(ends, default=0) <= width and all(map(operator.lt, starts, ends)):
+                return self._launch.num_rows
+        count = 0
+        for position in range(self._launch.num_rows):
+            with contextlib.suppress(SpanError):
+                count += bool(self._windows(position))
+        return count
 
     def __repr__(self) -> str:
         kind = "owned" if self._owned is not None else "view" if self._cut.region is None else "copied"
@@ -232,7 +247,15 @@ class Rows(Mapping[Hashable, Entry]):
         Raises:
             RowLookupError, SpanError: as for `rows[row_id]`.
         """
-        return tuple(self._windows(self._position(row_id)))
+        launch, width = self._launch, self._cut.single_width
+        is_position = launch.row_ids is None and type(row_id) is int and 0 <= row_id < launch.num_rows
+        position: int = row_id if is_position else self._position(row_id)  # type: ignore[assignment]
+        if width >= 0 and not launch.withheld:
+            words = self._spans or self._words()
+            start, end = words[2 * position], words[2 * position + 1]
+            if 0 <= start < end <= width:
+                return (((start, end),),)
+        return tuple(self._windows(position))
 
     def nans(self, row_id: Hashable) -> int:
         """How many NaNs of the row became 0 in a cast to PCM.
@@ -254,19 +277,16 @@ class Rows(Mapping[Hashable, Entry]):
         if self._owned is not None:
             return self
         self._check_lease()
-        windows = self._all_windows()
-        copies = iter(self._gather(windows))
-        owned = {position: self._as_entry([next(copies) for _ in row]) for position, row in windows.items()}
-        nans = {position: self._count_nans(position) for position in windows} if self._cut.casts else None
+        owned = self._copies()
+        nans = {position: self._count_nans(position) for position in owned} if self._cut.casts else None
         self._check_lease()  # still: a release meanwhile may have let a later step write what was copied
-        spans = memoryview(bytes(self._words())).cast("q")
-        return Rows(None, self._launch.owned(), self._cut, spans, owned, nans)
+        return Rows(None, self._launch.owned(), self._cut, self._words(), owned, nans)
 
     # ---- positions -----------------------------------------------------------------------------------------------
 
-    def _words(self) -> memoryview:
+    def _words(self) -> Sequence[int]:
         if (words := self._spans) is None:
-            words = self._spans = self._launch.tail.column(self._launch, self._cut.column)
+            words = self._spans = self._launch.tail.column(self._launch, self._cut.column).tolist()
         return words
 
     def _position(self, row_id: Hashable) -> int:
@@ -281,25 +301,9 @@ class Rows(Mapping[Hashable, Entry]):
             raise RowLookupError(f"no row {row_id!r} in this step; its rows are {list(self.row_ids)}.")
         return position
 
-    def _delivered(self) -> Iterator[tuple[Hashable, int]]:
-        """Ids and positions of the delivered rows; raises at the end, for the bad ones."""
-        bad: list[SpanError] = []
-        for position, row_id in enumerate(self.row_ids):
-            try:
-                if self._windows(position):
-                    yield row_id, position
-            except SpanError as error:
-                bad.append(error)
-        _raise_bad(bad)
-
     def _windows(self, position: int) -> list[Window]:
         """A row's parts; none if it is withheld. Raises for a bad one."""
-        withheld, width = self._launch.withheld, self._cut.single_width
-        if not withheld and width >= 0:
-            words = self._words()
-            start, end = words[2 * position], words[2 * position + 1]
-            if 0 <= start < end <= width:
-                return [((start, end),)]
+        withheld = self._launch.withheld
         if withheld and ((position, None) in withheld or (position, self._cut.name) in withheld):
             return []
         if self._windows_of is None:
@@ -315,17 +319,6 @@ class Rows(Mapping[Hashable, Entry]):
         if not found:
             self._launch.note(position, self._cut.name)
         return found
-
-    def _all_windows(self) -> dict[int, list[Window]]:
-        """The parts of all rows that are delivered, by position."""
-        windows: dict[int, list[Window]] = {}
-        for position in range(self._launch.num_rows):
-            try:
-                if found := self._windows(position):
-                    windows[position] = found
-            except SpanError:
-                pass
-        return windows
 
     # ---- tensors -------------------------------------------------------------------------------------------------
 
@@ -356,35 +349,33 @@ class Rows(Mapping[Hashable, Entry]):
         padded = outputs[cut.output]
         return None if padded.is_neg() else padded
 
-    def _entries(self) -> Iterator[tuple[Hashable, Entry]]:
-        """Ids and entries of the delivered rows; raises at the end, for the bad ones."""
-        if (padded := self._plain()) is None:
-            for row_id, position in self._delivered():
-                yield row_id, self._entry(position)
+    def _entries(self, bad: list[SpanError]) -> Iterator[tuple[int, Entry]]:
+        """Positions and entries of the delivered rows; errors of the bad ones are put into `bad`."""
+        cut, launch, padded = self._cut, self._launch, self._plain()
+        if padded is not None:  # as `_entry`, with all that is the same for all rows outside of the loop
+            words, strides, as_strided = self._words(), padded.stride(), padded.as_strided
+            shape, dim, width = list(cut.row_shape), cut.single_dim, cut.single_width
+            row, row_stride, stride, strides = padded.storage_offset(), strides[0], strides[dim + 1], strides[1:]
+            for position, (start, end) in enumerate(zip(words[::2], words[1::2], strict=True)):
+                if 0 <= start < end <= width and not launch.withheld:
+                    if launch.is_released:
+                        raise stale_error(launch)
+                    shape[dim] = end - start
+                    yield position, as_strided(shape, strides, row + start * stride)
+                elif (entry := self._entry_or_none(position, bad)) is not None:
+                    yield position, entry
+                row += row_stride
             return
-        cut, launch, words, strides, as_strided = (
-            self._cut,
-            self._launch,
-            self._words().tolist(),
-            padded.stride(),
-            padded.as_strided,
-        )
-        shape, dim, width = list(cut.row_shape), cut.single_dim, cut.single_width
-        first, row_stride, stride, row_strides = padded.storage_offset(), strides[0], strides[dim + 1], strides[1:]
-        bad: list[SpanError] = []
-        for position, (row_id, start, end) in enumerate(zip(self.row_ids, words[::2], words[1::2], strict=True)):
-            if launch.withheld or not 0 <= start < end <= width:
-                try:
-                    if not self._windows(position):
-                        continue
-                except SpanError as error:
-                    bad.append(error)
-                    continue
-            if launch.is_released:
-                raise stale_error(launch)
-            shape[dim] = end - start
-            yield row_id, as_strided(shape, row_strides, first + position * row_stride + start * stride)
-        _raise_bad(bad)
+        for position in range(launch.num_rows):
+            if (entry := self._entry_or_none(position, bad)) is not None:
+                yield position, entry
+
+    def _entry_or_none(self, position: int, bad: list[SpanError]) -> Entry | None:
+        try:
+            return self._entry(position)
+        except SpanError as error:
+            bad.append(error)
+            return None
 
     def _as_entry(self, crops: Sequence[Tensor]) -> Entry:
         return tuple(crops) if self._cut.span.max_spans > 1 else crops[0]
@@ -393,17 +384,26 @@ class Rows(Mapping[Hashable, Entry]):
         if self._launch.is_released:
             raise stale_error(self._launch)
 
-    def _gather(self, windows: Mapping[int, Sequence[Window]]) -> list[Tensor]:
-        """Copies of these rows' parts, in order."""
-        if self._cut.region is not None:
-            return clone_each([crop for position, row in windows.items() for crop in self._crops(position, row)])
-        if not windows:
-            return []
+    def _copies(self) -> dict[int, Entry]:
+        """Copies of all delivered rows, by position."""
+        padded = self._plain()
+        if self._cut.region is not None or (padded is not None and not padded.is_cuda):
+            entries = dict(self._entries([]))
+            if self._cut.span.max_spans == 1:
+                return dict(zip(entries, clone_each(entries.values()), strict=True))
+            copies = iter(clone_each([crop for row in entries.values() for crop in row]))
+            return {position: tuple(next(copies) for _ in row) for position, row in entries.items()}
         outputs = self._launch.outputs  # before the check: another thread may release meanwhile
         self._check_lease()
+        windows: dict[int, list[Window]] = {}
+        for position in range(self._launch.num_rows):
+            with contextlib.suppress(SpanError):
+                if found := self._windows(position):
+                    windows[position] = found
         crops = [(position, window) for position, row in windows.items() for window in row]
-        padded = outputs[self._cut.output].movedim(self._cut.span_map.row_dim, 0)
-        return gather(padded, self._cut.source_dims, crops)
+        source = outputs[self._cut.output].movedim(self._cut.span_map.row_dim, 0)
+        copies = iter(gather(source, self._cut.source_dims, crops))
+        return {position: self._as_entry([next(copies) for _ in row]) for position, row in windows.items()}
 
     def _crops(self, position: int, windows: Sequence[Window]) -> list[Tensor]:
         """A row's parts, in the ring or in the graph's output."""
@@ -463,14 +463,21 @@ class _Items(ItemsView[Hashable, Entry]):
     _mapping: Rows
 
     def __iter__(self) -> Iterator[tuple[Hashable, Entry]]:
-        return self._mapping._entries()
+        bad: list[SpanError] = []
+        ids = self._mapping.row_ids
+        for position, entry in self._mapping._entries(bad):
+            yield ids[position], entry
+        _raise_bad(bad)
 
 
 class _Values(ValuesView[Entry]):
     _mapping: Rows
 
     def __iter__(self) -> Iterator[Entry]:
-        return (entry for _, entry in self._mapping._entries())
+        bad: list[SpanError] = []
+        for _, entry in self._mapping._entries(bad):
+            yield entry
+        _raise_bad(bad)
 
 
 def _raise_bad(bad: Sequence[SpanError]) -> None:

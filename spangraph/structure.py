@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -142,26 +143,31 @@ def flatten_output(out: Any) -> tuple[list[Tensor], list[Any], list[Any], pytree
     return tensors, template, [path for path, _ in paths], spec
 
 
-def unflattener(spec: pytree.TreeSpec, first: int) -> tuple[Callable[[list[Any]], Any], int]:
-    """A function from leaves to the structure of `spec`, and the index after its last leaf.
+def unflattener(spec: pytree.TreeSpec) -> Callable[[Sequence[Any]], Any]:
+    """A function from leaves to the structure of `spec`: one expression.
 
     `pytree.tree_unflatten` walks the spec at every call; a step's result has the same one each time.
     """
-    if spec.is_leaf():
-        return (lambda leaves: leaves[first]), first + 1
-    unflatten = pytree.SUPPORTED_NODES[spec.type].unflatten_fn
-    children = []
-    for child in spec.children():
-        build, first = unflattener(child, first)
-        children.append(build)
-    context = spec.context
-    if spec.type is dict:  # the usual containers, without the detour
-        items = list(zip(context, children, strict=True))
-        return (lambda leaves: {key: build(leaves) for key, build in items}), first
-    if spec.type is SpannedOutput:
-        outputs, spans, values = children
-        return (lambda leaves: SpannedOutput(outputs(leaves), spans(leaves), values(leaves), context)), first
-    return (lambda leaves: unflatten([build(leaves) for build in children], context)), first
+    names: dict[str, Any] = {}
+    leaves = itertools.count()
+
+    def named(value: Any) -> str:
+        name = f"value{len(names)}"
+        names[name] = value
+        return name
+
+    def expression(spec: pytree.TreeSpec) -> str:
+        if spec.is_leaf():
+            return f"leaves[{next(leaves)}]"
+        children = [expression(child) for child in spec.children()]
+        if spec.type is dict:
+            return f"{{{', '.join(f'{named(k)}: {child}' for k, child in zip(spec.context, children, strict=True))}}}"
+        if spec.type is SpannedOutput:
+            return f"{named(SpannedOutput)}({', '.join(children)}, {named(spec.context)})"
+        unflatten = pytree.SUPPORTED_NODES[spec.type].unflatten_fn
+        return f"{named(unflatten)}([{', '.join(children)}], {named(spec.context)})"
+
+    return eval(f"lambda leaves: {expression(spec)}", names)  # type: ignore[no-any-return]
 
 
 def leaf_name(path: Any) -> str:

@@ -107,8 +107,8 @@ class Trace:
         return out
 
     @functools.cached_property
-    def _build(self) -> Callable[[list[Any]], Any]:
-        return unflattener(self.out_spec, 0)[0]
+    def _build(self) -> Callable[[Sequence[Any]], Any]:
+        return unflattener(self.out_spec)
 
     @functools.cached_property
     def _model_output_leaves(self) -> list[int]:
