@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -66,10 +66,10 @@ def insert_staging_node(
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(gm.graph, copies))
-    result = fx.GraphModule(gm, graph)
     out = output_node(graph)
     results = result_nodes(graph)
     attributes: dict[int, fx.Node] = {}
+    held: dict[str, Tensor] = {}
 
     def as_node(arg: Any) -> Any:
         if isinstance(arg, list):
@@ -77,9 +77,8 @@ def insert_staging_node(
         if not isinstance(arg, Tensor):
             return arg
         if id(arg) not in attributes:
-            # A plain attribute, never a buffer: the ring belongs to no module, and must not be moved or cloned.
             name = f"_spangraph_ring_{len(attributes)}"
-            setattr(result, name, arg)
+            held[name] = arg
             attributes[id(arg)] = graph.create_node("get_attr", name)
         return attributes[id(arg)]
 
@@ -97,8 +96,22 @@ def insert_staging_node(
         graph.call_function(torch.ops.spangraph.stage.default, args)
     if keep is not None:
         out.args = (tuple(results[i] for i in keep),)
+    return _compiled(gm, graph, held)
+
+
+def _compiled(gm: fx.GraphModule, graph: fx.Graph, held: Mapping[str, Tensor]) -> fx.GraphModule:
+    """The graph as a module, compiled once: with what `gm` holds, and these tensors.
+
+    They become plain attributes, never buffers: the ring belongs to no module, and must not be moved or cloned.
+    """
+    for name, tensor in held.items():
+        setattr(gm, name, tensor)
+    result = fx.GraphModule(gm, graph)  # makes buffers of what the graph names
+    for name, tensor in held.items():
+        delattr(gm, name)
+        delattr(result, name)
+        setattr(result, name, tensor)
     graph.lint()
-    result.recompile()
     return result
 
 

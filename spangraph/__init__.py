@@ -63,6 +63,7 @@ def __getattr__(name: str) -> object:
     value = globals()[name] = getattr(importlib.import_module(f"spangraph.{_LATE[name]}"), name)
     return value
 
+
 __all__ = [
     "Backend",
     "CaptureError",

@@ -15,6 +15,7 @@ from typing import Any, TextIO, cast
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.graph import CodeGen
 from torch.fx.proxy import TracerBase
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -192,7 +193,14 @@ def export_model(
 def _export(root: _Root, tensors: Sequence[Tensor], inference: bool) -> fx.GraphModule:
     before = HostState(root.model)  # export puts containers in attributes back as copies
     try:
-        with run_mode(inference), warnings.catch_warnings(), _quiet(), _user_frames(), _RefuseWrites(root.model):
+        with (
+            run_mode(inference),
+            warnings.catch_warnings(),
+            _quiet(),
+            _user_frames(),
+            _RefuseWrites(root.model),
+            _use_lazy_graph_module(True),  # most modules that export makes on its way never run
+        ):
             warnings.simplefilter("ignore")  # export warns of its own internals
             exported = torch.export.export(root, tuple(tensors), strict=False)
             if "check_guards" in inspect.signature(exported.module).parameters:

@@ -1,0 +1,153 @@
+"""What a step costs on the host, counted in calls, which repeat exactly where seconds do not.
+
+`benchmarks/targets.py` measures the time; the limits here are what was counted when it was last looked at, and a few
+more. `_calls` counts Python's functions and those of C: operators, and methods of tensors.
+"""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spangraph
+from spangraph import SpannedOutput, Step
+
+
+class Two(nn.Module):
+    """Two spanned outputs, and parameters that are not used."""
+
+    def __init__(self, num_parameters: int = 0) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(num_parameters)])
+
+    def spanned_outputs(self, walk: str) -> tuple[str, ...]:
+        return "audio", "pitch"
+
+    def forward(self, audio: Tensor, pitch: Tensor, ends: Tensor) -> SpannedOutput:
+        spans = spangraph.from_lengths(ends)
+        return SpannedOutput({"audio": audio + 1, "pitch": pitch + 1}, {"audio": spans, "pitch": spans})
+
+
+@pytest.fixture(autouse=True)
+def _not_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPANGRAPH_DEBUG", "0")
+
+
+def _calls(fn: Callable[[], object]) -> int:
+    """Calls that a function makes, the graph's own not counted."""
+    count = graphs = 0
+
+    def profile(frame: FrameType, event: str, arg: Any) -> None:
+        nonlocal count, graphs
+        is_graph = frame.f_code.co_filename.startswith("<eval_with_key>")
+        if event == "return" and is_graph:
+            graphs -= 1
+        elif event == "call" and is_graph:
+            graphs += 1
+        elif event in ("call", "c_call") and not graphs:
+            count += 1
+
+    sys.setprofile(profile)
+    try:
+        fn()
+    finally:
+        sys.setprofile(None)
+    return count - 1  # setprofile itself
+
+
+def _compiled(bs: int, num_parameters: int = 0, depth: int = 1) -> tuple[spangraph.Compiled, tuple[Tensor, ...]]:
+    inputs = torch.randn(bs, 20), torch.randn(bs, 3, 20), torch.full((bs,), 10)
+    compiled = spangraph.compile(Two(num_parameters).eval(), depth=depth)
+    with torch.no_grad():
+        for _ in range(3):  # what is looked up once is there
+            with compiled.launch(*inputs) as step:
+                step.result()
+                list(step.rows("audio").values()), list(step.rows("pitch").values())
+    return compiled, inputs
+
+
+def _step_calls(bs: int, num_parameters: int = 0) -> int:
+    compiled, inputs = _compiled(bs, num_parameters)
+
+    def step() -> None:
+        with compiled.launch(*inputs) as step:
+            step.result()
+
+    with torch.no_grad():
+        return min(_calls(step) for _ in range(3))
+
+
+def test_a_step_makes_few_calls() -> None:
+    assert _step_calls(8) <= 86
+
+
+def test_a_step_makes_as_many_calls_whatever_the_batch_and_the_model() -> None:
+    assert _step_calls(256) == _step_calls(1)
+    assert abs(_step_calls(8, num_parameters=1000) - _step_calls(8, num_parameters=8)) <= 4  # other weights are probed
+
+
+def _cut_calls(bs: int, cut: Callable[[Step], object]) -> int:
+    compiled, inputs = _compiled(bs)
+    with torch.no_grad(), compiled.launch(*inputs) as step:
+        return _calls(lambda: cut(step))
+
+
+def test_a_row_is_one_operator() -> None:
+    def all_rows(step: Step) -> object:
+        return [row for name in ("audio", "pitch") for row in step.rows(name).values()]
+
+    few, many = _cut_calls(8, all_rows), _cut_calls(264, all_rows)
+    # Per row: the operator, and the generators of its values and its entries.
+    assert (many - few) / (2 * 256) <= 3.05
+    assert few <= 104
+
+
+def test_spans_alone_make_no_tensors() -> None:
+    def spans(step: Step) -> object:
+        rows = step.rows("audio")
+        return [rows.spans(i) for i in range(len(rows))]
+
+    assert (_cut_calls(264, spans) - _cut_calls(8, spans)) / 256 <= 1.05
+
+
+def test_owned_rows_are_two_operators() -> None:
+    few, many = (_cut_calls(bs, lambda step: step.rows("pitch").own()) for bs in (8, 264))
+    assert (many - few) / 256 <= 3.05
+
+
+def test_padding_rows_make_no_objects() -> None:
+    blocks = {}
+    for bs in (8, 256):
+        compiled, inputs = _compiled(bs)
+        with torch.no_grad():
+            with compiled.launch(*inputs, num_rows=4) as step:
+                list(step.rows("audio").values())
+            before = sys.getallocatedblocks()
+            with compiled.launch(*inputs, num_rows=4) as step:
+                rows = list(step.rows("audio").values())
+                blocks[bs] = sys.getallocatedblocks() - before
+            del rows, step
+    assert abs(blocks[256] - blocks[8]) <= 10
+
+
+def test_steps_leave_nothing_behind() -> None:
+    compiled, inputs = _compiled(8, depth=4)
+
+    def run(steps: int) -> None:
+        open_steps = [compiled.launch(*inputs) for _ in range(3)]
+        for _ in range(steps):
+            open_steps.append(compiled.launch(*inputs))
+            with open_steps.pop(0) as step:
+                list(step.rows("audio").values())
+        for step in open_steps:
+            step.release()
+
+    with torch.no_grad():
+        run(50)
+        before = sys.getallocatedblocks()
+        run(2000)
+        assert sys.getallocatedblocks() - before < 100
