@@ -28,6 +28,7 @@ def _state(model: torch.nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize("lifetime", ["view", "host"])
 def test_a_decoder_runs_as_eager_does(lifetime: str, on: str, trace: str) -> None:
     """200 steps at depth 2, each read while the next one runs: rows, row values, and the buffers at the end."""
+    torch.manual_seed(11)  # how many rows end is up to the weights
     model = Decoder()
     reference = copy.deepcopy(model)
     inputs = restarts(200)
