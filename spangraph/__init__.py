@@ -64,6 +64,10 @@ def __getattr__(name: str) -> object:
     return value
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE})
+
+
 __all__ = [
     "Backend",
     "CaptureError",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 WAIT_BOUNDS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Upper ends of the bins of `Counts.wait_times`, in seconds; the last bin has none."""
@@ -53,9 +53,12 @@ class Counts:
     waits: int = 0
     wait_times: list[int] = field(default_factory=lambda: [0] * (len(WAIT_BOUNDS) + 1))
     reasons: dict[str, int] = field(default_factory=dict)
+    _parts: ClassVar[Mapping[Any, Counts] | None] = None  # of an object that is a sum: what it is the sum of
 
     def now(self) -> Counts:
         """A copy that does not change."""
+        if self._parts is not None:
+            return _sum(self._parts)
         return replace(self, wait_times=self.wait_times.copy(), reasons=self.reasons.copy())
 
     @contextlib.contextmanager
@@ -89,24 +92,20 @@ def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, list | dict) else value
 
 
-class _Total(Counts):
-    """The sum of several, as it was when this was made; `expect` sees what is added later."""
-
-    def __init__(self, parts: Mapping[Any, Counts]) -> None:
-        super().__init__()
-        self._parts = parts
-        for part in list(parts.values()):  # at once: other threads launch meanwhile
-            for name, value in vars(part.now()).items():
-                if name == "reasons":
-                    for reason, number in value.items():
-                        self.reasons[reason] = self.reasons.get(reason, 0) + number
-                elif name == "wait_times":
-                    self.wait_times = [own + other for own, other in zip(self.wait_times, value, strict=True)]
-                else:
-                    setattr(self, name, getattr(self, name) + value)
-
-    def now(self) -> Counts:
-        return _Total(self._parts)
+def _sum(parts: Mapping[Any, Counts]) -> Counts:
+    """All of them together, as of now; `expect` sees what is added later."""
+    total = Counts()
+    vars(total)["_parts"] = parts
+    for part in list(parts.values()):  # at once: other threads launch meanwhile
+        for name, value in part.as_dict().items():
+            if name == "reasons":
+                for reason, number in value.items():
+                    total.reasons[reason] = total.reasons.get(reason, 0) + number
+            elif name == "wait_times":
+                total.wait_times = [own + other for own, other in zip(total.wait_times, value, strict=True)]
+            else:
+                setattr(total, name, getattr(total, name) + value)
+    return total
 
 
 class Statistics(Mapping[tuple[str, str], Counts]):
@@ -120,7 +119,7 @@ class Statistics(Mapping[tuple[str, str], Counts]):
     @property
     def total(self) -> Counts:
         """All of them together, as of now."""
-        return _Total(self._parts)
+        return _sum(self._parts)
 
     def of(self, walk: str, bucket: str) -> Counts:
         """What a launch of this walk and bucket counts in."""

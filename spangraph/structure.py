@@ -167,7 +167,10 @@ def unflattener(spec: pytree.TreeSpec) -> Callable[[Sequence[Any]], Any]:
         unflatten = pytree.SUPPORTED_NODES[spec.type].unflatten_fn
         return f"{named(unflatten)}([{', '.join(children)}], {named(spec.context)})"
 
-    return eval(f"lambda leaves: {expression(spec)}", names)  # type: ignore[no-any-return]
+    try:
+        return eval(f"lambda leaves: {expression(spec)}", names)  # type: ignore[no-any-return]
+    except (SyntaxError, RecursionError, MemoryError):  # nested deeper than an expression may be
+        return lambda leaves: pytree.tree_unflatten(leaves, spec)
 
 
 def leaf_name(path: Any) -> str:

@@ -202,7 +202,7 @@ class WalkGraphs:
         kinds = None
         if not kwargs:
             try:
-                kinds = tuple([(type(arg), arg.shape, arg.stride(), arg.dtype, arg.device) for arg in args])
+                kinds = tuple([(type(a), a.shape, a.stride(), a.dtype, a.device, a.layout) for a in args])
                 if (found := self._known.get(kinds)) is not None and (signature := found.place.current()) is not None:
                     return found, signature, args
             except (AttributeError, RuntimeError, TypeError):
@@ -246,8 +246,8 @@ class WalkGraphs:
                     raise InputError(
                         f"{fit.problem}: add a larger one, or compile with on_miss='eager' to run it eagerly."
                     )
-                signature = self._eagerly(call, tensors, batch, fit.reason)
-                return Found(signature.place, batch, elements, fit.reason), signature
+                eager = self._eagerly(call, tensors, batch, fit.reason)
+                return Found(eager.place, batch, elements, fit.reason), eager
             key, build = self._capture(call, tensors, fit.bucket)
         place = self._cache.place(key)
         if (signature := place.current()) is not None:

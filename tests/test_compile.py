@@ -196,6 +196,16 @@ def test_inputs_that_no_graph_can_take_are_refused(known: bool) -> None:
     assert run(torch.ones(2, 3)).eq(2).all()
 
 
+def test_an_input_of_another_layout_is_refused_after_a_dense_one() -> None:
+    """It has the strides, the type and the shape of the dense one, which was remembered."""
+    run = compiled(plain(lambda self, audio, scale: audio * scale.sum()))
+    scale = torch.ones(3)
+    run(torch.ones(2, 4), scale)
+    run(torch.ones(2, 4), scale)
+    with pytest.raises(InputError, match=r"layout torch._mkldnn: expected a strided"):
+        run(torch.ones(2, 4), scale.to_mkldnn())
+
+
 # ---- models without spans, and explain() -----------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -218,3 +218,12 @@ def test_a_torch_without_nvtx(monkeypatch: pytest.MonkeyPatch) -> None:
     x, n = batch()
     assert isinstance(run(x, n).outputs["audio"][0], Tensor)
     assert cuda.nvtx.ranges == []
+
+
+def test_a_total_is_as_any_counts() -> None:
+    run = spans_as_given()
+    with run.counts.expect(launches=1):
+        run(torch.randn(2, 2), torch.tensor([[0, 1], [0, 2]]))
+    total = run.counts
+    assert total == replace(total) == run.statistics()["forward", ""]
+    assert total.now() == total

@@ -468,3 +468,20 @@ def test_a_compiled_model_inside_another_is_refused() -> None:
     with pytest.raises(TraceError, match="launches another compiled model"):  # also one that is traced already
         outer.launch(x, n)
     assert spangraph.compile(Toy())(x, n)["audio"][0].tolist() == (x * 2 + 1)[0, :3].tolist()
+
+
+def test_an_output_may_be_nested_deeper_than_an_expression() -> None:
+    def deep(audio: Tensor) -> object:
+        value: object = audio
+        for _ in range(105):
+            value = [value]
+        return value
+
+    class Deep(nn.Module):
+        def forward(self, audio: Tensor) -> object:
+            return deep(audio * 2)
+
+    found: Any = spangraph.compile(Deep(), trace="opaque")(torch.ones(2))
+    while isinstance(found, list):
+        [found] = found
+    assert found.tolist() == [2.0, 2.0]
