@@ -22,6 +22,9 @@ from spangraph.errors import InputError
 
 T = TypeVar("T")
 
+# Of C: as a method of ours it would be a call more, thrice a step.
+profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
+
 
 def debug_enabled() -> bool:
     """Whether `SPANGRAPH_DEBUG` is on.
@@ -148,7 +151,7 @@ class Backend(ABC):
         """Make the backend's device the current one."""
         return contextlib.nullcontext()
 
-    is_profiled: Callable[[], bool] = staticmethod(torch._C._autograd._profiler_enabled)  # pyright: ignore[reportAttributeAccessIssue]
+    is_profiled: Callable[[], bool] = staticmethod(profiler_enabled)
     """Whether host work is to be put in a `range`."""
 
     def range(self, name: str) -> contextlib.AbstractContextManager[Any]:

@@ -15,7 +15,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from spangraph.backends import Backend, Event, Graph, Pinned, checked_compiler, debug_enabled, poison_of, writable
+from spangraph.backends import (
+    Backend,
+    Event,
+    Graph,
+    Pinned,
+    checked_compiler,
+    debug_enabled,
+    poison_of,
+    profiler_enabled,
+    writable,
+)
 from spangraph.errors import CaptureError, InputError, SpangraphError
 
 T = TypeVar("T")
@@ -211,7 +221,7 @@ class CudaBackend(Backend):
         return graph, result
 
     def range(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        profiled = super().range(name) if Backend.is_profiled() else contextlib.nullcontext()
+        profiled = super().range(name) if profiler_enabled() else contextlib.nullcontext()
         return profiled if self._nvtx is None else _Range(self._nvtx, name, profiled)
 
     def stream(self) -> Any:
