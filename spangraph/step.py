@@ -72,10 +72,8 @@ class Step:
             if ring.backend.is_profiled():
                 with ring.backend.range("spangraph.wait"):
                     ring.wait_and_check(launch, timeout)
-            elif ring.stop_checks is not None:
-                ring.stop_checks.wait(ring, launch, timeout)
-            elif not launch.is_read:
-                ring.wait(launch, timeout)
+            elif not launch.is_read or ring.stop_checks is not None:
+                ring.wait_and_check(launch, timeout)
         if launch.is_released:
             raise launch.error or stale_error(launch)
         return self
