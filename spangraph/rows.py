@@ -248,8 +248,10 @@ class Rows(Mapping[Hashable, Entry]):
             RowLookupError, SpanError: as for `rows[row_id]`.
         """
         launch, width = self._launch, self._cut.single_width
-        is_position = launch.row_ids is None and type(row_id) is int and 0 <= row_id < launch.num_rows
-        position: int = row_id if is_position else self._position(row_id)  # type: ignore[assignment]
+        if launch.row_ids is None and type(row_id) is int and 0 <= row_id < launch.num_rows:
+            position = row_id  # as `_position` says, without the call
+        else:
+            position = self._position(row_id)
         if width >= 0 and not launch.withheld:
             words = self._spans or self._words()
             start, end = words[2 * position], words[2 * position + 1]
