@@ -203,8 +203,8 @@ class Captured:
         assert count <= ring.num_slots, "a record each"
         for generation in range(ring._next, ring._next + count):
             base = (generation - 1) % ring.num_slots * CONTROL_WORDS
-            record: list[Any] = [generation, 0, self.tail.num_rows, self.tail.graph, 0]
-            ring._control[base : base + CONTROL_WORDS] = record
+            for i, word in enumerate((generation, 0, self.tail.num_rows, self.tail.graph, 0)):
+                ring._control[base + i] = word
         ring._next += count
 
     def check(self) -> None:

@@ -228,8 +228,9 @@ def overheads(compiled: Compiled, mel: Tensor, frames: Tensor, rounds: int) -> I
     def bare() -> None:
         for _ in range(20):
             if tail.columns:  # a control record, so that the staging node stages: a dry run would be cheaper
-                record = (ring._next - 1) % ring.num_slots * CONTROL_WORDS
-                ring._control[record : record + CONTROL_WORDS] = (ring._next, 0, len(mel), tail.graph, -1)
+                first = (ring._next - 1) % ring.num_slots * CONTROL_WORDS
+                for i, word in enumerate((ring._next, 0, len(mel), tail.graph, -1)):
+                    ring._control[first + i] = word
                 ring._next += 1
             gm(mel, frames)
 

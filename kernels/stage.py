@@ -4,7 +4,7 @@ Three implementations of one contract:
 
 * `stage`: a Triton kernel, the default on CUDA.
 * `stage_copy`: torch operators and an asynchronous copy, for where Triton is not to be had. Its slot is baked in.
-* `stage_ref`: plain PyTorch on the host, which is also what the CPU backends run at each step.
+* `HostStage`, `stage_ref`: plain PyTorch on the host, which is also what the CPU backends run at each step.
 
 All of them take int64 tensors:
 
@@ -22,6 +22,7 @@ to the header and the cursor advances by one. If none matches the call is a dry 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.util
 from collections.abc import Sequence
@@ -158,12 +159,57 @@ def stage(
         kernel[(1,)](cursor, slots, control, packed, graph, **options)
 
 
+def words_of(memory: Tensor) -> memoryview:
+    """The words of contiguous int64 host memory, which must outlive them. Reading a tensor's is an operator each."""
+    words = (ctypes.c_int64 * memory.numel()).from_address(memory.data_ptr())
+    return memoryview(words).cast("B").cast("q")
+
+
+class HostStage:
+    """Stages launches of one graph on the host, with its memory at hand: what the inline backend runs at each step.
+
+    All tensors are on the CPU. See the module's docstring for the arguments.
+    """
+
+    def __init__(self, cursor: Tensor, slots: Tensor, control: Tensor, offsets: Sequence[int], graph: int) -> None:
+        self._memory = slots, (cursor, control)  # which the words do not keep alive
+        self._cursor, self._control, self._slots = words_of(cursor), words_of(control), words_of(slots)
+        self._num_records, (self._num_slots, self._slot_words) = control.size(0), slots.shape
+        self._offsets = offsets
+        self._graph = graph
+        self._views: dict[int, list[Tensor]] = {}
+
+    def __call__(self, columns: Sequence[Tensor]) -> None:
+        """Stage one launch."""
+        cursor, control = self._cursor, self._control
+        generation = cursor[0] + 1
+        record = cursor[0] % self._num_records * CONTROL_WORDS
+        slot = control[record + 1]
+        if control[record] != generation or control[record + 3] != self._graph or not 0 <= slot < self._num_slots:
+            return
+        num_rows = control[record + 2]
+        for staged, column in zip(self._views.get(slot) or self._view(slot, columns), columns, strict=True):
+            staged.copy_(column)
+            if num_rows < staged.size(0):
+                staged[max(num_rows, 0) :].zero_()
+        cursor[0] = generation
+        self._slots[slot * self._slot_words] = generation
+
+    def _view(self, slot: int, columns: Sequence[Tensor]) -> list[Tensor]:
+        with torch.inference_mode(False):  # else they could not be written outside of it
+            words = self._memory[0][slot].detach()
+            ends = [offset + column.numel() for offset, column in zip(self._offsets, columns, strict=True)]
+            parts = [words[first:end] for first, end in zip(self._offsets, ends, strict=True)]
+            views = [part.view(column.shape) for part, column in zip(parts, columns, strict=True)]
+        self._views[slot] = views
+        return views
+
+
 def stage_ref(
     cursor: Tensor, slots: Tensor, control: Tensor, columns: Sequence[Tensor], offsets: Sequence[int], graph: int
 ) -> None:
     """Stages one launch on the host: all tensors on the CPU. See the module's docstring for the arguments."""
-    # Few operators and few views, a microsecond each: the inline backend runs this at every step. Reading all records
-    # costs less than a view of one.
+    # Few operators and few views, a microsecond each. Reading all records costs less than a view of one.
     count = int(cursor.item())
     records = control.tolist()
     generation, slot, num_rows, owner, _ = records[count % len(records)]

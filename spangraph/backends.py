@@ -22,9 +22,6 @@ from spangraph.errors import InputError
 
 T = TypeVar("T")
 
-# Of C: as a method of ours it would be a call more, thrice a step.
-profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
-
 
 def debug_enabled() -> bool:
     """Whether `SPANGRAPH_DEBUG` is on.
@@ -73,19 +70,23 @@ class Backend(ABC):
         device: where model tensors live.
         static: whether a replay writes its outputs to the same memory as the last one. Where it does not, outputs are
             fresh tensors at every launch.
+        synchronous: whether a launch is done when it returns.
         ordered_header: whether a header seen by a polling host proves that the spans before it have landed.
         debug: whether what the contract lets die is poisoned.
         compiler: the backend of `torch.compile` that compiles graphs up to their tail, by its name.
+        always_ranges: whether host work is put in a `range` though no profiler of torch's runs.
         captures_compiled: whether a capture records what compiled code does.
     """
 
     name: str
     device: torch.device
     static: bool
+    synchronous: bool = False
     ordered_header: bool = False
     debug: bool = False
     compiler: str | None = None
     captures_compiled: bool = True
+    always_ranges: bool = False
 
     @abstractmethod
     def pinned(self, *shape: int, writer: str) -> Pinned:
@@ -151,11 +152,8 @@ class Backend(ABC):
         """Make the backend's device the current one."""
         return contextlib.nullcontext()
 
-    is_profiled: Callable[[], bool] = staticmethod(profiler_enabled)
-    """Whether host work is to be put in a `range`."""
-
     def range(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """A profiler range around host work; never a synchronisation."""
+        """A range around host work, for profilers; never a synchronisation."""
         return torch.profiler.record_function(name)
 
     def read(self, cursor: Tensor) -> int:
@@ -260,6 +258,7 @@ class InlineBackend(Backend):
 
     name = "inline"
     static = False
+    synchronous = True
     ordered_header = True
 
     def __init__(self, device: torch.device | str = "cpu", *, compiler: str | None = None) -> None:

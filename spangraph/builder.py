@@ -19,14 +19,15 @@ from spangraph.counts import Counts
 from spangraph.diagnostics import Diagnostic
 from spangraph.errors import DeclarationError, HostReadError, InputError, TraceError
 from spangraph.host_state import storage_key
+from spangraph.launch import Launch
 from spangraph.passes import Copied, Prepared, insert_staging_node, prepare_graph
 from spangraph.passes.marks import Mark, public_names
 from spangraph.passes.nodes import result_nodes, val
-from spangraph.rows import Cut
+from spangraph.rows import Cut, Rows
 from spangraph.signature import Instance, Runner, Signature, Uncaptured, restrided
 from spangraph.slots import Copy, Region
 from spangraph.step import Step
-from spangraph.structure import CallSpec, Constant
+from spangraph.structure import CallSpec, Constant, Leaf
 from spangraph.tail import StagerCore, make_cut
 from spangraph.trace import Trace
 from spangraph.tracer import TRACE_LOCK, locate_reads, retrace_uncaptured, trace_model
@@ -300,7 +301,7 @@ class SignatureBuilder:
         if backend.static:
             self._capture(trace, instances, inputs, share=not outputs.holds and not outputs.may_overflow)
         signature.cuts = outputs.cuts
-        signature.make_result = self._result_maker(signature, outputs, column_of, num_rows)
+        signature.results = self._results(signature, outputs, column_of, num_rows)
         signature.instances, signature.tails = instances, [instance.tail for instance in instances]
 
     def _plan(
@@ -403,50 +404,55 @@ class SignatureBuilder:
         with torch.inference_mode(False):
             return torch.empty_strided(like.shape, _dense_stride(like), dtype=like.dtype, device=self._backend.device)
 
-    def _result_maker(
+    def _results(
         self, signature: Signature, outputs: _Outputs, column_of: Mapping[fx.Node, str], num_rows: int
-    ) -> Callable[[Step, bool], Any]:
-        """A function that builds a step's result in the model's own output structure."""
-        trace, prepared, device = signature.trace, signature.prepared, self._backend.device
-        clone_whole = self._backend.static or self._debug
-        plan: list[Callable[[Step, bool], Any]] = []
+    ) -> tuple[Callable[[Step, Launch], Any], Callable[[Step, Launch], Any]]:
+        """Functions that build a step's result in the model's own output structure: with rows, and with owned rows."""
+        trace, prepared, backend = signature.trace, signature.prepared, self._backend
 
-        def constant(value: Any) -> Callable[[Step, bool], Any]:
-            return lambda step, own: value
+        def constant(step: Step, launch: Launch, value: Any) -> Any:
+            return value
 
-        def rows(cut: Cut) -> Callable[[Step, bool], Any]:
-            return lambda step, own: step.cut_rows(cut).own() if own else step.cut_rows(cut)
+        def noted(step: Step, launch: Launch, cut: Cut) -> Rows:
+            return step.cut_rows(cut)
 
-        def real(value: Tensor, step: Step) -> Tensor:
+        def owned(step: Step, launch: Launch, cut: Cut) -> Rows:
+            return step.cut_rows(cut).own()
+
+        def real(value: Tensor, launch: Launch) -> Tensor:
             """Without padding rows, where it has a row per row of the batch."""
-            real = step._launch.num_rows
+            real = launch.num_rows
             return value[:real] if real < num_rows and value.shape[:1] == (num_rows,) else value
 
-        def whole(index: int) -> Callable[[Step, bool], Any]:
-            def deliver(step: Step, own: bool) -> Tensor:
-                value = real(step.output(index), step)
-                return value.clone() if own and clone_whole else value
+        def whole(step: Step, launch: Launch, index: int) -> Tensor:
+            return real(step.output(index), launch)
 
-            return deliver
+        def cloned(step: Step, launch: Launch, index: int) -> Tensor:
+            return real(step.output(index), launch).clone()
 
-        def staged(column: str, shape: Sequence[int]) -> Callable[[Step, bool], Any]:
-            return lambda step, own: real(step.staged(column, shape).to(device), step)
+        def staged(step: Step, launch: Launch, column: tuple[str, Sequence[int]]) -> Tensor:
+            return real(step.staged(*column).to(backend.device), launch)
 
+        rows = noted if backend.static else Rows
+        own_whole = cloned if backend.static or self._debug else whole
+        views: list[Leaf] = []
+        owns: list[Leaf] = []
         for leaf in trace.out_leaves:
+            made: Leaf
+            own: Leaf
             if isinstance(leaf, Constant):
-                plan.append(constant(leaf.value))
+                made = own = (constant, leaf.value)
             elif (cut := outputs.cuts.get(leaf)) is not None:
-                plan.append(rows(cut))
+                made, own = (rows, cut), (owned, cut)
             elif leaf in outputs.keep:
-                plan.append(whole(outputs.keep.index(leaf)))
+                index = outputs.keep.index(leaf)
+                made, own = (whole, index), (own_whole, index)
             else:
                 mark = prepared.marks[prepared.staged_outputs[leaf]]
-                plan.append(staged(column_of[mark.staged], val(mark.staged).shape))
-
-        def make_result(step: Step, own: bool) -> Any:
-            return trace.unflatten([make(step, own) for make in plan])
-
-        return make_result
+                made = own = (staged, (column_of[mark.staged], val(mark.staged).shape))
+            views.append(made)
+            owns.append(own)
+        return trace.result_maker(views), trace.result_maker(owns)
 
 
 def _place(outputs: _Outputs, regions: Sequence[Region]) -> _Outputs:

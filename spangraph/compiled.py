@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler
 
 from spangraph.backends import Backend, resolve_backend
 from spangraph.buckets import Buckets, pad, regions
@@ -31,7 +32,7 @@ from spangraph.step import Step
 from spangraph.stops import RowValues, StopCheck
 from spangraph.structure import example_args
 from spangraph.tail import StagerCore, refuse_copies
-from spangraph.tracer import refuse_nested
+from spangraph.tracer import Tracing, refuse_nested
 from spangraph.walks import Found, GraphCache, Walk, WalkGraphs
 
 _OPTIONS = ("rows", "num_rows", "wait", "timeout")
@@ -155,7 +156,7 @@ class Compiled:
             TraceError, HostReadError, DeclarationError, CaptureError: at a signature's first launch.
             and whatever the model raises; later launches are not affected.
         """
-        if self._backend.is_profiled():
+        if profiler._is_profiler_enabled or self._backend.always_ranges:
             with self._backend.range("spangraph.launch"):
                 return self._launch(args, kwargs, walk, rows, num_rows, wait=wait, timeout=timeout)
         return self._launch(args, kwargs, walk, rows, num_rows, wait=wait, timeout=timeout)
@@ -173,13 +174,14 @@ class Compiled:
     ) -> Step:
         # This runs at every step, so it is written to call little.
         ring = self._ring
-        refuse_nested()
+        if Tracing.thread is not None:
+            refuse_nested()
         with ring.lock:
             if ring.is_closed:
                 raise ClosedError("launch on a closed object: compile the model again.")
             graphs = self._walks.get(self._walk if walk is None else walk) or self._graphs_of(walk)
             found, signature, leaves = graphs.find(args, kwargs)
-            if self._drop_stale(signature):
+            if (weights := signature.weights) is not None and weights.are_suspect() and self._drop_stale(signature):
                 found, signature, leaves = graphs.find(args, kwargs, "weights replaced")
             tails = signature.tails
             if rows is None and num_rows is None:
@@ -195,7 +197,7 @@ class Compiled:
                 try:
                     inputs = leaves if found.strides is signature.strides else _inputs(signature, found, leaves)
                     instance = signature.instances[tails.index(launch.tail)]
-                    ring.commit(launch, run(signature.trace, instance.gm, inputs))
+                    ring.commit(launch, run(signature.trace, instance.on_host, inputs))
                 except BaseException:
                     ring.abort(launch)
                     raise
@@ -207,7 +209,7 @@ class Compiled:
                 counts.reasons[found.reason] = counts.reasons.get(found.reason, 0) + 1
             else:
                 counts.hits += 1
-        return Step(ring, launch, signature.make_result)
+        return Step(ring, launch, signature.results)
 
     def _replay(self, signature: Signature, launch: Launch, leaves: Sequence[Tensor]) -> None:
         """Enqueue the launch's graph on its inputs."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +37,8 @@ class Launch:
     is_dropped: bool = False  # and the ring has taken back what it held
     has_overflowed: bool = False  # some of its copies did not fit
     stops: frozenset[Hashable] | None = None  # row ids; None: its stop check, if there is one, has not run
+    withheld: AbstractSet[tuple[int, str | None]] = frozenset()  # (position, output, or None for all)
+    readers: Collection[Any] = ()  # streams that were current when its rows were asked for
     counted: set[tuple[int, str]] | None = None  # withheld and bad rows, each once per output
     taken: tuple[tuple[weakref.ref[Tensor], str], ...] = ()  # rows and where, while debugging
 
@@ -54,8 +57,6 @@ class Launch:
         self.copy_slot = copy_slot  # None: nothing is copied, or the lease has ended
         self.row_ids = row_ids
         self.num_rows = num_rows
-        self.withheld: set[tuple[int, str | None]] = set()  # (position, output, or None for all)
-        self.readers: list[Any] = []  # streams that were current when its rows were asked for
 
     def crop(self, region: Region, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """What lies in its copy slot from byte `offset` of a region on.
@@ -67,6 +68,15 @@ class Launch:
         if self.is_released or slot is None or copies is None:
             raise stale_error(self)
         return copies.crop(region, slot, offset, dtype, shape)
+
+    def withhold(self, which: Iterable[tuple[int, str | None]]) -> None:
+        """Withhold rows, in what `owned` has returned, too. Any thread may."""
+        vars(self).setdefault("withheld", set()).update(which)
+
+    def note_reader(self, stream: Any) -> None:
+        """A stream may read its outputs until its release. Any thread may say so."""
+        if stream not in self.readers:
+            vars(self).setdefault("readers", []).append(stream)
 
     def note(self, position: int, name: str, *, is_bad: bool = False) -> None:
         """Count a row of an output that yields no tensor, once."""
@@ -86,7 +96,7 @@ class Launch:
         """What rows that are the caller's need of it, and nothing that is the ring's."""
         none: Any = None
         launch = Launch(none, self.generation, None, None, self.row_ids, self.num_rows)
-        launch.withheld = self.withheld
+        launch.withheld = vars(self).setdefault("withheld", set())
         return launch
 
     def __str__(self) -> str:

@@ -12,7 +12,6 @@ be taken again while a step that nobody reads is still in flight, as the device 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 import time
@@ -31,10 +30,11 @@ from spangraph.errors import (
     ClosedError,
     InputError,
     RingFullError,
+    StagingError,
     StepStateError,
     StepTimeoutError,
 )
-from spangraph.kernels.stage import CONTROL_WORDS
+from spangraph.kernels.stage import CONTROL_WORDS, words_of
 from spangraph.launch import Launch, not_staged_error, report_taken
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Ring:
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self.control = backend.pinned(self.num_slots, CONTROL_WORDS, writer="host")
-        self._control = (ctypes.c_int64 * (self.num_slots * CONTROL_WORDS)).from_address(self.control.host.data_ptr())
+        self._control = words_of(self.control.host)
         with torch.inference_mode(False):
             self.cursor = torch.zeros(1, dtype=torch.int64, device=backend.device)
         self._next = 1
@@ -81,7 +81,7 @@ class Ring:
         self._free = deque(range(self.num_slots))
         self._free_copies = deque(range(depth))
         self._quarantine: list[tuple[deque[int], int, int]] = []  # (free list, slot, generation whose end is not known)
-        self._live: dict[int, Launch] = {}  # by ticket: open or leased
+        self._live: dict[Launch, None] = {}  # open or leased, in launch order
         self._dying: list[Launch] = []  # dropped before they were done
         self._dropped: deque[Launch] = deque()  # by finalisers, which do nothing else
         self._consumers: list[tuple[Any, Event]] = []  # streams that may still read released memory
@@ -120,7 +120,11 @@ class Ring:
             raise ClosedError("launch on a closed object: compile the model (or build the stager) again.")
         if self._dropped or self._dying or self._quarantine:
             self._reap()
-        tail = self._free_tail(tails) if len(self._live) < self.depth else None
+        tail: Tail | None = None
+        if len(self._live) < self.depth:
+            tail = tails[0]
+            if tail.occupant is not None or not self._free or not tail.is_plain or tail.neighbours:
+                tail = self._free_tail(tails)
         if tail is None or timeout is not None:
             tail = self._wait_for_room(tails, tail, wait=wait, timeout=timeout)
         is_static = self.backend.static
@@ -138,15 +142,18 @@ class Ring:
         if not tail.columns:
             launch = Launch(tail, generation, None, None, row_ids, num_rows)
         else:
-            slot = self._take_slot(tail)
+            slot = self._free.popleft() if tail.slot is None else self._take(tail.slot)
             copy_slot = None if tail.copies is None else self._free_copies.popleft()
             launch = Launch(tail, generation, slot, copy_slot, row_ids, num_rows)
             base = (generation - 1) % self.num_slots * CONTROL_WORDS
-            record: list[Any] = [slot, num_rows, tail.graph, -1 if copy_slot is None else copy_slot]
-            self._control[base + 1 : base + CONTROL_WORDS] = record
-            self._control[base] = generation  # last: a record is never half of one and half of another
+            control = self._control
+            control[base + 1] = slot
+            control[base + 2] = num_rows
+            control[base + 3] = tail.graph
+            control[base + 4] = -1 if copy_slot is None else copy_slot
+            control[base] = generation  # last: a record is never half of one and half of another
             self._next = generation + 1
-        self._live[id(launch)] = launch
+        self._live[launch] = None
         if is_static and (tail.holds_outputs or tail.may_overflow):
             tail.occupant = launch
         self._reserved = launch
@@ -197,6 +204,15 @@ class Ring:
         counts.launches += 1
         counts.rows += num_rows
         counts.padding_rows += tail.num_rows - num_rows
+        if backend.synchronous and not launch.is_released:
+            try:
+                self._read(launch)
+            except StagingError as error:
+                # Whoever waits gets it. Its traceback leads to the frames of this launch's caller.
+                error.__traceback__ = None
+            else:
+                counts.waits += 1
+                counts.wait_times[0] += 1
         return event
 
     def abort(self, launch: Launch) -> None:
@@ -211,7 +227,7 @@ class Ring:
         """Drain, and count on from what the device says it staged."""
         self.backend.synchronize()
         staged = self.backend.read(self.cursor)
-        for launch in [*self._live.values(), *self._dying]:
+        for launch in [*self._live, *self._dying]:
             if launch.slot is not None and launch.generation > staged:
                 self._fail(launch, not_staged_error(launch))
         self._next, self._done = staged + 1, staged
@@ -288,7 +304,7 @@ class Ring:
 
     def _why_full(self, tail: Tail) -> str:
         if len(self._live) >= self.depth:
-            names = ", ".join(str(launch) for launch in self._live.values())
+            names = ", ".join(str(launch) for launch in self._live)
             return (
                 f"depth={self.depth} and {len(self._live)} steps are open or leased: {names}. Release one"
                 " (with step: ..., or step.release(); rows.own() keeps its rows), raise depth, or launch with"
@@ -313,12 +329,10 @@ class Ring:
             )
         return f"no slot is free: dropped steps are still in flight or their waits failed.\n{self.describe()}"
 
-    def _take_slot(self, tail: Tail) -> int:
-        """A slot, of which there is one: `_free_tail` has looked."""
-        if tail.slot is None:
-            return self._free.popleft()
-        self._free.remove(tail.slot)
-        return tail.slot
+    def _take(self, slot: int) -> int:
+        """This slot, which is free: `_free_tail` has looked."""
+        self._free.remove(slot)
+        return slot
 
     def _reap(self) -> None:
         """Take back what finalisers and dropped steps left. Queries events, never waits."""
@@ -369,7 +383,16 @@ class Ring:
             launch.copy_slot = None
         self._cursor_in_doubt = True
         launch.is_released = launch.is_dropped = True
-        self._end(launch)
+        self._live.pop(launch, None)
+        self._leave_outputs(launch)
+        if self._waiters:
+            self._changed.notify_all()
+
+    def _leave_outputs(self, launch: Launch) -> None:
+        """Let the graph's next replay overwrite its outputs."""
+        if launch.tail.occupant is launch:
+            launch.tail.occupant = None
+        launch.outputs = ()
 
     # ---- a step's end --------------------------------------------------------------------------------------------
 
@@ -450,7 +473,7 @@ class Ring:
         if tail.may_overflow and not launch.has_overflowed and not tail.holds_outputs:
             self._leave_outputs(launch)
         if not tail.is_leased:
-            self._live.pop(id(launch), None)
+            self._live.pop(launch, None)
         if self._waiters:
             self._changed.notify_all()
 
@@ -474,8 +497,7 @@ class Ring:
 
     def note_reader(self, launch: Launch) -> None:
         """The current stream may read the launch's outputs until its release, whichever stream or thread that is on."""
-        if (stream := self.backend.stream()) not in launch.readers:
-            launch.readers.append(stream)
+        launch.note_reader(self.backend.stream())
 
     def release(self, launch: Launch) -> None:
         """End the lease: the next launch into this memory waits, on the device, for whatever may still read it."""
@@ -496,31 +518,26 @@ class Ring:
                 self.lock.release()
 
     def _drop(self, launch: Launch) -> None:
+        """Take back what a step holds, once. Runs for every step."""
         if launch.is_dropped:
             return
         launch.is_released = launch.is_dropped = True
+        tail, backend = launch.tail, self.backend
         if self.debug:
             report_taken(launch)
-        if launch.tail.is_leased and (self.backend.static or self.backend.debug):
+        if tail.is_leased and (backend.static or backend.debug):
             self._retire(launch)
         if launch.slot is not None:
             self._dying.append(launch)
-        self._end(launch)
-
-    def _end(self, launch: Launch) -> None:
-        self._live.pop(id(launch), None)
+        self._live.pop(launch, None)
         if launch.copy_slot is not None:
             self._free_copies.append(launch.copy_slot)
             launch.copy_slot = None
-        self._leave_outputs(launch)
+        if tail.occupant is launch:
+            tail.occupant = None
+        launch.outputs = ()
         if self._waiters:
             self._changed.notify_all()
-
-    def _leave_outputs(self, launch: Launch) -> None:
-        """Let the graph's next replay overwrite its outputs."""
-        if launch.tail.occupant is launch:
-            launch.tail.occupant = None
-        launch.outputs = ()
 
     def _retire(self, launch: Launch) -> None:
         """Poison outputs and copies once their readers are done, and let the next launch wait for all of them."""
@@ -557,13 +574,13 @@ class Ring:
 
     def leased_bytes(self) -> int:
         """Bytes that open and leased steps keep from being used again: their graphs' outputs, and their copy slots."""
-        live = list(self._live.values())
+        live = list(self._live)
         outputs = storage_bytes(output for launch in live for output in launch.outputs)
         return outputs + sum(launch.tail.copies.slot_bytes for launch in live if launch.tail.copies is not None)
 
     def describe(self) -> str:
         """The ring's state, for messages. Takes no lock: it may be asked for because somebody does not let go of it."""
-        live = ", ".join(map(str, list(self._live.values()))) or "none"
+        live = ", ".join(map(str, list(self._live))) or "none"
         quarantined = [(slot, generation) for _, slot, generation in list(self._quarantine)]
         return (
             f"ring: depth {self.depth}, next step {self._next}, done up to {self._done}, free slots {list(self._free)},"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +16,9 @@ from spangraph.counts import Counts
 from spangraph.errors import TraceError
 from spangraph.opaque import OpaqueRoot
 from spangraph.passes import Prepared
+from spangraph.passes.run_on_host import host_function
 from spangraph.rows import Cut
-from spangraph.step import Step
+from spangraph.step import Results
 from spangraph.tail import Tail
 from spangraph.trace import Trace
 from spangraph.weights import Weights
@@ -32,6 +34,11 @@ class Instance:
     graph: Graph | None = None
     uploads: list[tuple[list[Tensor], Event]] = field(default_factory=list)
 
+    @functools.cached_property
+    def on_host(self) -> Callable[..., Sequence[Tensor]]:
+        """The graph, as it runs on the calling thread."""
+        return host_function(self.gm)
+
 
 @dataclass(eq=False)
 class Signature:
@@ -41,7 +48,7 @@ class Signature:
         counts: what its launches count in.
         batch: rows of its bucket; None where those are not bucketed.
         cuts: the model's outputs that are cut, by their index.
-        make_result: the step's result in the model's own output structure, owned or not.
+        results: make a step's result in the model's own output structure, with its rows and with owned rows.
         place: where it is kept.
         num_elements, shapes: of its inputs.
         strides: of its inputs, on which a graph relies; empty where the model itself runs.
@@ -59,7 +66,7 @@ class Signature:
     instances: list[Instance] = field(default_factory=list)
     tails: list[Tail] = field(default_factory=list)
     weights: Weights | OpaqueRoot | None = None
-    make_result: Callable[[Step, bool], Any] | None = None
+    results: Results | None = None
     place: Any = None
     num_elements: int = 0
     shapes: Sequence[Sequence[int]] = ()
@@ -76,7 +83,7 @@ def restrided(tensor: Tensor, stride: Sequence[int]) -> Tensor:
         return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def run(trace: Trace, gm: fx.GraphModule, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+def run(trace: Trace, forward: Callable[..., Sequence[Tensor]], leaves: Sequence[Tensor]) -> Sequence[Tensor]:
     """Run the graph under the modes of its trace."""
     if (
         is_grad_enabled()
@@ -85,8 +92,8 @@ def run(trace: Trace, gm: fx.GraphModule, leaves: Sequence[Tensor]) -> Sequence[
         or trace.autocast[1]
     ):
         with trace.context():
-            return gm.forward(*leaves)  # type: ignore[no-any-return]
-    return gm.forward(*leaves)  # type: ignore[no-any-return]
+            return forward(*leaves)
+    return forward(*leaves)
 
 
 @dataclass
@@ -97,7 +104,7 @@ class Runner:
     instance: Instance
 
     def __call__(self) -> Sequence[Tensor]:
-        return run(self.trace, self.instance.gm, self.instance.inputs)
+        return run(self.trace, self.instance.gm.forward, self.instance.inputs)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spangraph.backends import Backend, Pinned
 from spangraph.errors import DeclarationError
-from spangraph.kernels.stage import HEADER_WORDS
+from spangraph.kernels.stage import HEADER_WORDS, words_of
 
 _WORD = 8
 ALIGNMENT = 16
@@ -49,18 +49,16 @@ class SlotBuffer:
         self.layout = layout
         self.slot_bytes = layout.num_words * _WORD
         self.memory: Pinned = backend.pinned(num_slots, layout.num_words, writer="device")
-        address = self.memory.host.data_ptr()
-        self._words = (ctypes.c_int64 * (num_slots * layout.num_words)).from_address(address)
-        self._bytes = memoryview(self._words).cast("B")
+        self._words = words_of(self.memory.host)
 
     def header(self, slot: int) -> int:
         """The generation that the slot holds."""
-        return int(self._words[slot * self.layout.num_words])
+        return self._words[slot * self.layout.num_words]
 
     def copy_out(self, slot: int) -> memoryview:
         """A private copy of the slot's words."""
-        size = self.slot_bytes
-        return memoryview(bytes(self._bytes[slot * size : (slot + 1) * size])).cast("q")
+        size = self.layout.num_words
+        return memoryview(self._words[slot * size : (slot + 1) * size].tobytes()).cast("q")
 
     def __del__(self) -> None:
         self._backend.before_free(vars(self).get("memory"))

@@ -7,11 +7,15 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from spangraph.errors import RowLookupError, StepStateError
 from spangraph.launch import Launch, stale_error
 from spangraph.ring import Ring
 from spangraph.rows import Cut, Rows
+
+# Of a step and its launch: with rows, and with owned rows.
+Results = tuple[Callable[["Step", Launch], Any], Callable[["Step", Launch], Any]]
 
 
 class Step:
@@ -21,12 +25,12 @@ class Step:
     block, `release()` does it by hand, and so does the collection of the step and its rows.
     """
 
-    __slots__ = ("__weakref__", "_launch", "_make_result", "_ring")
+    __slots__ = ("__weakref__", "_launch", "_results", "_ring")
 
-    def __init__(self, ring: Ring, launch: Launch, make_result: Callable[[Step, bool], Any] | None = None) -> None:
+    def __init__(self, ring: Ring, launch: Launch, results: Results | None = None) -> None:
         self._ring = ring
         self._launch = launch
-        self._make_result = make_result
+        self._results = results
 
     @property
     def generation(self) -> int:
@@ -69,7 +73,7 @@ class Step:
         """
         launch, ring = self._launch, self._ring
         if not launch.is_released:
-            if ring.backend.is_profiled():
+            if profiler._is_profiler_enabled or ring.backend.always_ranges:
                 with ring.backend.range("spangraph.wait"):
                     ring.wait_and_check(launch, timeout)
             elif not launch.is_read or ring.stop_checks is not None:
@@ -154,16 +158,20 @@ class Step:
         return self._result(own=False)
 
     def _result(self, *, own: bool) -> Any:
-        self.wait()
-        if self._make_result is None:
+        launch, ring = self._launch, self._ring
+        is_profiled = profiler._is_profiler_enabled or ring.backend.always_ranges
+        if not launch.is_read or launch.is_released or ring.stop_checks is not None or is_profiled:
+            self.wait()
+        if self._results is None:
             raise StepStateError("a step of a SpanStager has no result(): use rows(name) and the graph's own outputs.")
-        if self._ring.backend.is_profiled():
-            with self._ring.backend.range("spangraph.cut"):
-                result = self._make_result(self, own)
+        make = self._results[own]
+        if is_profiled:
+            with ring.backend.range("spangraph.cut"):
+                result = make(self, launch)
         else:
-            result = self._make_result(self, own)
-        if own and self._launch.is_released:  # by another thread, so that a later step may have written what was copied
-            raise stale_error(self._launch)
+            result = make(self, launch)
+        if own and launch.is_released:  # by another thread, so that a later step may have written what was copied
+            raise stale_error(launch)
         return result
 
     def withhold(self, row_id: Hashable, *names: str) -> None:
@@ -179,7 +187,7 @@ class Step:
             raise RowLookupError(f"no row {row_id!r} in this step; its rows are {list(self.row_ids)}.")
         position = self.row_ids.index(row_id)
         which = [self._launch.tail.cut(name).name for name in names]
-        self._launch.withheld.update([(position, name) for name in which] or [(position, None)])
+        self._launch.withhold([(position, name) for name in which] or [(position, None)])
         for name in which or self._launch.tail.cut_names:
             self._launch.note(position, name)
 

@@ -115,7 +115,7 @@ class StopChecks:
         if not isinstance(found, StopCheck):
             raise InputError(f"the stop check returned {found!r}: expected StopCheck(stops, withheld).")
         withheld = found.keys(launch)
-        launch.withheld.update(withheld)
+        launch.withhold(withheld)
         for position, output in withheld:
             for name in launch.tail.cut_names if output is None else (output,):
                 launch.note(position, name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
-import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,13 +142,17 @@ def flatten_output(out: Any) -> tuple[list[Tensor], list[Any], list[Any], pytree
     return tensors, template, [path for path, _ in paths], spec
 
 
-def unflattener(spec: pytree.TreeSpec) -> Callable[[Sequence[Any]], Any]:
-    """A function from leaves to the structure of `spec`: one expression.
+# What makes a leaf of a step's result of (step, its launch, what): a function, and what it is given third.
+Leaf = tuple[Callable[[Any, Any, Any], Any], Any]
+
+
+def structure_maker(spec: pytree.TreeSpec, leaves: Sequence[Leaf]) -> Callable[[Any, Any], Any]:
+    """A function of a step and its launch that builds the structure of `spec`: one expression.
 
     `pytree.tree_unflatten` walks the spec at every call; a step's result has the same one each time.
     """
     names: dict[str, Any] = {}
-    leaves = itertools.count()
+    unused = iter(leaves)
 
     def named(value: Any) -> str:
         name = f"value{len(names)}"
@@ -158,7 +161,8 @@ def unflattener(spec: pytree.TreeSpec) -> Callable[[Sequence[Any]], Any]:
 
     def expression(spec: pytree.TreeSpec) -> str:
         if spec.is_leaf():
-            return f"leaves[{next(leaves)}]"
+            make, what = next(unused)
+            return f"{named(make)}(step, launch, {named(what)})"
         children = [expression(child) for child in spec.children()]
         if spec.type is dict:
             return f"{{{', '.join(f'{named(k)}: {child}' for k, child in zip(spec.context, children, strict=True))}}}"
@@ -168,9 +172,9 @@ def unflattener(spec: pytree.TreeSpec) -> Callable[[Sequence[Any]], Any]:
         return f"{named(unflatten)}([{', '.join(children)}], {named(spec.context)})"
 
     try:
-        return eval(f"lambda leaves: {expression(spec)}", names)  # type: ignore[no-any-return]
+        return eval(f"lambda step, launch: {expression(spec)}", names)  # type: ignore[no-any-return]
     except (SyntaxError, RecursionError, MemoryError):  # nested deeper than an expression may be
-        return lambda leaves: pytree.tree_unflatten(leaves, spec)
+        return lambda step, launch: pytree.tree_unflatten([make(step, launch, what) for make, what in leaves], spec)
 
 
 def leaf_name(path: Any) -> str:

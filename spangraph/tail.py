@@ -35,6 +35,7 @@ class Tail:
         slot: for the plain async copy, the one slot that the captured copy writes to.
         copies: the slots that it copies rows to; None where it copies nothing.
         counts: what its steps count in.
+        is_plain: whether its steps take any slot and no other memory of the ring's.
         holds_outputs: whether its steps lease `outputs`, as rows are views of them: a replay overwrites them.
         may_overflow: whether a step's copies may not fit, so that its rows may have to be cut from `outputs`.
         occupant: the step that leases the outputs.
@@ -76,6 +77,7 @@ class Tail:
         self.columns = columns
         places = {} if buffer is None else buffer.layout.columns
         self._places = {name: (places[name][0], width) for name, width in columns.items()}
+        self.is_plain = slot is None and self.copies is None and not may_overflow
         self.is_leased = holds_outputs or bool(copied)
         self.occupant: Launch | None = None
         self.neighbours: Collection[Tail] = ()

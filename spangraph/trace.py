@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,7 +19,7 @@ from torch.utils import _pytree as pytree
 from spangraph.diagnostics import Diagnostic
 from spangraph.errors import TraceError
 from spangraph.passes.marks import MarkInfo
-from spangraph.structure import Constant, leaf_name, unflattener
+from spangraph.structure import Constant, Leaf, leaf_name, structure_maker
 
 
 class Guard(Protocol):
@@ -88,29 +87,30 @@ class Trace:
         """Why it does not hold."""
         return "" if self.guard is None else self.guard.failure()
 
-    def unflatten(self, leaves: list[Any]) -> Any:
-        """The model's output structure with these leaves."""
+    def result_maker(self, leaves: Sequence[Leaf]) -> Callable[[Any, Any], Any]:
+        """A function of a step and its launch that builds the model's output structure with these leaves."""
         # A Hugging Face ModelOutput of one field iterates over that field when it is built, and takes pairs for items:
         # it gets its leaves afterwards.
-        late = self._model_output_leaves
-        if not late:
-            return self._build(leaves)
+        late = self._model_output_leaves()
         early = list(leaves)
         for i in late:
-            early[i] = torch.empty(0)
-        out = self._build(early)
-        for i in late:
-            parent = out
-            for key in self.paths[i][:-1]:
-                parent = key.get(parent)
-            parent[self.paths[i][-1].key] = leaves[i]
-        return out
+            early[i] = (lambda step, launch, what: what, torch.empty(0))
+        make_early = structure_maker(self.out_spec, early)
+        if not late:
+            return make_early
 
-    @functools.cached_property
-    def _build(self) -> Callable[[Sequence[Any]], Any]:
-        return unflattener(self.out_spec)
+        def make_result(step: Any, launch: Any) -> Any:
+            out = make_early(step, launch)
+            for i in late:
+                parent = out
+                for key in self.paths[i][:-1]:
+                    parent = key.get(parent)
+                make, what = leaves[i]
+                parent[self.paths[i][-1].key] = make(step, launch, what)
+            return out
 
-    @functools.cached_property
+        return make_result
+
     def _model_output_leaves(self) -> list[int]:
         out = pytree.tree_unflatten([torch.empty(0)] * len(self.out_leaves), self.out_spec)
         found: list[int] = []

@@ -26,11 +26,14 @@ from spangraph.watch import is_for_inference, settle
 TRACE_LOCK = threading.Lock()
 
 
-class _Tracing(threading.local):
-    active = False
+class Tracing:
+    """Who traces.
 
+    Attributes:
+        thread: the thread that does, under the lock; None if nobody does.
+    """
 
-_tracing = _Tracing()
+    thread: int | None = None
 
 
 def refuse_nested() -> None:
@@ -39,7 +42,7 @@ def refuse_nested() -> None:
     Raises:
         TraceError: if this thread is tracing.
     """
-    if _tracing.active:
+    if Tracing.thread == threading.get_ident():
         raise TraceError(
             "the forward of a compiled model launches another compiled model: call the plain module inside, and compile"
             " the whole, or launch one after the other outside."
@@ -51,11 +54,11 @@ def _one_trace() -> Iterator[None]:
     """The only trace in the process, and not inside another; Python's and numpy's random states stay as they are."""
     refuse_nested()
     with TRACE_LOCK, preserve_random():
-        _tracing.active = True
+        Tracing.thread = threading.get_ident()
         try:
             yield
         finally:
-            _tracing.active = False
+            Tracing.thread = None
 
 
 @_one_trace()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 import inspect
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 
 from spangraph.backends import Backend
 from spangraph.buckets import BATCH, Buckets, pad, padded_shape
@@ -64,7 +64,7 @@ class Place:
 
     def current(self) -> Signature | None:
         """The version whose guards hold, which is used now."""
-        self.last_used = next(self.cache.clock)
+        self.last_used = self.cache.clock = self.cache.clock + 1
         for version in self.versions:
             if (guard := version.trace.guard) is None or guard.holds():
                 return version
@@ -78,13 +78,13 @@ class GraphCache:
         max_graphs: graphs that all signatures together may have; None for any number.
 
     Attributes:
-        clock: counts what is used.
+        clock: counts uses.
     """
 
     def __init__(self, backend: Backend, max_graphs: int | None) -> None:
         self._backend = backend
         self.max_graphs = max_graphs
-        self.clock = itertools.count(1)
+        self.clock = 0
         self._places: dict[Any, Place] = {}
 
     def place(self, key: Any) -> Place:
@@ -94,7 +94,7 @@ class GraphCache:
     def put(self, place: Place, signature: Signature) -> None:
         """Keep a signature, for which there is room."""
         place.versions.append(signature)
-        place.last_used = next(self.clock)
+        place.last_used = self.clock = self.clock + 1
         signature.place = self._places[place.key] = place
 
     def check_room(self, num_graphs: int) -> None:
@@ -153,6 +153,7 @@ class Found:
         elements: of the caller's inputs.
         reason: why there was no graph; empty if there was.
         strides: those of the signature that takes such inputs as they are; None if that is not known of any.
+        guards: check that inputs are of the same kinds; of torch.compile.
     """
 
     place: Place
@@ -160,6 +161,7 @@ class Found:
     elements: int
     reason: str = ""
     strides: Any = None
+    guards: Any = None
 
 
 class WalkGraphs:
@@ -189,6 +191,7 @@ class WalkGraphs:
         self._eager = GraphCache(builder.core.backend, _MAX_EAGER * builder.core.ring.depth)
         self._on_miss = on_miss
         self._known: dict[Any, Found] = {}
+        self._last: tuple[Any, int] = None, -1  # of those, and its number of inputs
 
     def find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "not captured"
@@ -199,12 +202,23 @@ class WalkGraphs:
             InputError: for inputs that cannot be taken, or that fit no bucket.
             and what `SignatureBuilder.build` raises.
         """
+        last, num_inputs = self._last
+        # The check is one call, and takes a fifth of what looking the kinds up does.
+        if (
+            num_inputs == len(args)
+            and not kwargs
+            and last.guards.check(*args)
+            and (signature := last.place.current()) is not None
+        ):
+            return last, signature, args
         kinds = None
         if not kwargs:
             try:
                 kinds = tuple([(type(a), a.shape, a.stride(), a.dtype, a.device, a.layout) for a in args])
-                if (found := self._known.get(kinds)) is not None and (signature := found.place.current()) is not None:
-                    return found, signature, args
+                if (known := self._known.get(kinds)) is not None and (signature := known.place.current()) is not None:
+                    if args:
+                        self._last = known, len(args)
+                    return known, signature, args
             except (AttributeError, RuntimeError, TypeError):
                 kinds = None  # not tensors alone, or some without strides
         call, tensors = self._split(args, kwargs)
@@ -212,7 +226,8 @@ class WalkGraphs:
         if kinds is not None and len(tensors) == len(args) and all(kind[0] is Tensor for kind in kinds):
             if len(self._known) >= _MAX_KNOWN_SHAPES:
                 self._known.clear()
-            self._known[kinds] = replace(found, reason=signature.miss)
+            guards = TensorGuards(*args, dynamic_dims_sizes=None, dynamic_dims_strides=None) if args else None
+            self._known[kinds] = replace(found, reason=signature.miss, guards=guards)
         return found, signature, tensors
 
     def captures(
@@ -228,6 +243,7 @@ class WalkGraphs:
     def clear(self) -> None:
         """Forget all."""
         self._known.clear()
+        self._last = None, -1
         self._eager.clear()
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallSpec, list[Tensor]]:

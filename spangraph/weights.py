@@ -217,19 +217,30 @@ class Weights:
         strided = [entry.value for entry in tensors if entry.value.layout is torch.strided]
         self._memory = [weakref.ref(tensor.untyped_storage(), _bump) for tensor in strided]
 
+    def are_suspect(self) -> bool:
+        """Whether there is something to `check`, in a time that does not grow with the model. Runs at every launch."""
+        if self._seen != _replacements or self._probe_all or (self._literals and self._have_literals_moved()):
+            return True
+        box, size, last, probes = next(self._turns)
+        try:
+            if len(box) != size or next(reversed(box)) != last:
+                return True
+            for box, key, value, address in probes:
+                if box[key] is not value or (address is not None and value.data_ptr() != address):
+                    return True
+        except (KeyError, IndexError, StopIteration):
+            return True
+        return False
+
     def check(self) -> None:
-        """Notice a replaced tensor, in a time that does not grow with the model while nothing was replaced anywhere.
+        """Notice replaced tensors.
 
         Raises:
             StaleGraphError: naming what was replaced.
         """
-        if self._literals and (
-            self._seen_loads != _loads or self._versions != [buffer._version for buffer in self._versioned]
-        ):
+        if self._have_literals_moved():
             self._check_literals()
         seen = _replacements
-        if self._seen == seen and not self._probe_all and not self._probe():
-            return
         stale = {"replaced": [e.label for e in self._entries if e.is_replaced() or self._traits(e.value) != e.traits]}
         for prefix, module, kind, box, keys in self._boxes:
             now = getattr(module, kind)
@@ -248,6 +259,9 @@ class Weights:
             )
         self._seen = seen
 
+    def _have_literals_moved(self) -> bool:
+        return self._seen_loads != _loads or self._versions != [buffer._version for buffer in self._versioned]
+
     def _check_literals(self) -> None:
         seen, versions = _loads, [buffer._version for buffer in self._versioned]
         for name, buffer, number in self._literals:
@@ -259,7 +273,7 @@ class Weights:
         self._seen_loads, self._versions = seen, versions
 
     def _probes(self, addresses: bool) -> Iterator[tuple[Any, ...]]:
-        """What each launch looks at: the submodules of one module, and a few tensors and modules."""
+        """What a launch looks at, one launch after the other."""
         values = [entry for entry in self._entries if entry.value is not None]
         probes = [(e.box, e.key, e.value, _address(e.value) if addresses else None) for e in values]
         parents = [(box, len(keys), keys[-1]) for *_, kind, box, keys in self._boxes if kind == "_modules" and keys]
@@ -267,16 +281,3 @@ class Weights:
         few = [probes[i : i + _NUM_PROBES] for i in range(0, len(probes), _NUM_PROBES)] or [[]]
         num_turns = max(len(parents), len(few))
         return itertools.cycle((*parents[i % len(parents)], few[i % len(few)]) for i in range(num_turns))
-
-    def _probe(self) -> bool:
-        """Whether something was replaced, added, removed or moved, as far as this turn tells."""
-        box, size, last, probes = next(self._turns)
-        try:
-            if len(box) != size or next(reversed(box)) != last:
-                return True
-            for box, key, value, address in probes:
-                if box[key] is not value or (address is not None and value.data_ptr() != address):
-                    return True
-        except (KeyError, IndexError, StopIteration):
-            return True
-        return False

@@ -293,7 +293,7 @@ class Oracle:
         """Each is free, held by one step, or in quarantine."""
         ring = self.ring
         with ring.lock:
-            held = [*ring._live.values(), *ring._dying]
+            held = [*ring._live, *ring._dying]
             for free, all_slots, name in (
                 (ring._free, ring.num_slots, "slot"),
                 (ring._free_copies, ring.depth, "copy_slot"),

@@ -40,6 +40,7 @@ class SlowBackend(InlineBackend):
     """Runs what is enqueued when told to, in order."""
 
     static = True
+    synchronous = False
 
     def __init__(self) -> None:
         super().__init__()

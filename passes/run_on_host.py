@@ -1,0 +1,55 @@
+"""A staged graph as a plain function, for where it runs on the calling thread at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+from spangraph.kernels.stage import HostStage
+
+_STAGE = "_spangraph_stage"
+
+
+def host_function(gm: fx.GraphModule) -> Callable[..., Any]:
+    """`gm.forward` without what costs more than it does, call by call, on the host:
+
+    * the staging operator, whose arguments the dispatcher converts twice, becomes a call of `HostStage`;
+    * tensors and modules that the graph names are plain attributes: a module's own lookup is `nn.Module.__getattr__`.
+    """
+    if staging := gm.graph.find_nodes(op="call_function", target=torch.ops.spangraph.stage.default):
+        gm = _on_host(gm, staging[0].name)
+    _LazyGraphModule.force_recompile(gm)
+    root = SimpleNamespace()
+    for node in gm.graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            owner, held = root, gm
+            *path, name = str(node.target).split(".")
+            for part in path:
+                owner, held = vars(owner).setdefault(part, SimpleNamespace()), getattr(held, part)
+            if isinstance(owner, SimpleNamespace):  # and no module that is called, too
+                setattr(owner, name, getattr(held, name))
+    return MethodType(type(gm).forward, root)
+
+
+def _on_host(gm: fx.GraphModule, name: str) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    node = next(node for node in graph.nodes if node.name == name)
+    *ring, columns, offsets, number, mirror, _ = node.args
+    if mirror is not None:
+        return gm
+    cursor, slots, control = (getattr(gm, memory.target) for memory in ring)
+    setattr(gm, _STAGE, HostStage(cursor, slots, control, offsets, number))
+    with graph.inserting_before(node):
+        graph.create_node("call_module", _STAGE, (columns,))
+    for unused in (node, *ring):
+        if not unused.users:  # by the node that copies rows
+            graph.erase_node(unused)
+    result = fx.GraphModule(gm, graph)
+    delattr(gm, _STAGE)
+    return result
