@@ -30,9 +30,9 @@ from verification import build
 import spangraph
 from spangraph import Compiled, Span, SpannedOutput, Step
 from spangraph.kernels.stage import CONTROL_WORDS
-from spangraph.passes import prepare_graph
 from spangraph.passes.leaks import Source
 from spangraph.passes.marks import MarkInfo
+from spangraph.passes.prepare import prepare_graph
 
 
 class Speech(nn.Module):

@@ -18,9 +18,9 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spangraph import Span
-from spangraph.passes import prepare_graph
 from spangraph.passes.leaks import Source, find_leaks
 from spangraph.passes.marks import MarkInfo
+from spangraph.passes.prepare import prepare_graph
 
 aten = torch.ops.aten
 ROWS, CHANNELS, WIDTH = 4, 8, 64

@@ -293,6 +293,8 @@ def clone_each(views: Collection[Tensor]) -> list[Tensor]:
     views = list(views)
     with torch.inference_mode(False), torch.no_grad():
         if not views or not views[0].is_cuda:
+            if views and (clone := getattr(torch, "_foreach_clone", None)) is not None:  # of torch 2.13: one call
+                return list(clone(views, memory_format=torch.contiguous_format))
             return [view.clone(memory_format=torch.contiguous_format) for view in views]
         copies = [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in views]
         torch._foreach_copy_(copies, views)  # pyright: ignore[reportPrivateImportUsage]

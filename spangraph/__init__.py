@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 
 from spangraph import kernels as kernels  # registers the operators, before anything traces
 from spangraph.backends import Backend, InlineBackend
-from spangraph.compile import compile
-from spangraph.compiled import Compiled
+from spangraph.compile import Walk, compile
 from spangraph.counts import Counts, Statistics
-from spangraph.cuda import CudaBackend
 from spangraph.declare import declare
 from spangraph.diagnostics import Diagnostic
 from spangraph.errors import (
@@ -44,17 +42,26 @@ from spangraph.step import Step
 from spangraph.stops import StopCheck
 from spangraph.streams import Stream, Streams
 from spangraph.tail import Tail
-from spangraph.walks import Walk
 
 if TYPE_CHECKING:
+    from spangraph.compiled import Compiled
+    from spangraph.cuda import CudaBackend
     from spangraph.pipeline import Edge, Node, Pipeline
     from spangraph.report import Report
     from spangraph.verification import verify
 
 __version__ = "0.1.0"
 
-# What serving does not need is imported when it is asked for.
-_LATE = {"Edge": "pipeline", "Node": "pipeline", "Pipeline": "pipeline", "Report": "report", "verify": "verification"}
+# Imported when it is asked for: what traces or captures, and what verifies.
+_LATE = {
+    "Compiled": "compiled",
+    "CudaBackend": "cuda",
+    "Edge": "pipeline",
+    "Node": "pipeline",
+    "Pipeline": "pipeline",
+    "Report": "report",
+    "verify": "verification",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -20,9 +20,10 @@ from spangraph.diagnostics import Diagnostic
 from spangraph.errors import DeclarationError, HostReadError, InputError, TraceError
 from spangraph.host_state import storage_key
 from spangraph.launch import Launch
-from spangraph.passes import Copied, Prepared, insert_staging_node, prepare_graph
+from spangraph.passes.insert_staging import Copied, insert_staging_node
 from spangraph.passes.marks import Mark, public_names
 from spangraph.passes.nodes import result_nodes, val
+from spangraph.passes.prepare import Prepared, prepare_graph
 from spangraph.rows import Cut, Rows
 from spangraph.signature import Instance, Runner, Signature, Uncaptured, restrided
 from spangraph.slots import Copy, Region

@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from spangraph.backends import Backend
-from spangraph.compiled import Compiled
 from spangraph.declare import find_declarations
 from spangraph.errors import InputError
 from spangraph.slots import Copy
 from spangraph.stops import RowValues, StopCheck
-from spangraph.walks import Walk
 
 if TYPE_CHECKING:
+    from spangraph.compiled import Compiled
     from spangraph.pipeline import Pipeline
     from spangraph.report import Report
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Options of one walk: an entry of `walks=`. What is None is as `compile` says for all walks.
+
+    Args:
+        buckets, dims, pad_values, copies: see `spangraph.compile`.
+    """
+
+    buckets: Mapping[str, Sequence[int]] | None = None
+    dims: Mapping[str, Mapping[int, str]] | None = None
+    pad_values: Mapping[str, float | int | bool] | None = None
+    copies: Mapping[str, Copy | str] | None = None
+
+    def with_defaults(self, common: Walk) -> Walk:
+        """These options, and those of `common` where they are None."""
+        return replace(common, **{f.name: own for f in fields(self) if (own := getattr(self, f.name)) is not None})
 
 
 def compile(
@@ -100,6 +118,8 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"compile() got {type(model).__name__}: expected an nn.Module.")
+    from spangraph.compiled import Compiled  # tracer and passes, which importing spangraph does without
+
     common = Walk(buckets, dims, pad_values, copies)
     options, aliases = _walks_of(walk, walks, common)
     for name in options if pipeline is not None and verify != "off" else ():

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,10 @@ from spangraph.stops import RowValues, StopCheck
 from spangraph.structure import example_args
 from spangraph.tail import StagerCore, refuse_copies
 from spangraph.tracer import Tracing, refuse_nested
-from spangraph.walks import Found, GraphCache, Walk, WalkGraphs
+from spangraph.walks import Found, GraphCache, WalkGraphs
+
+if TYPE_CHECKING:
+    from spangraph.compile import Walk
 
 _OPTIONS = ("rows", "num_rows", "wait", "timeout")
 

@@ -16,8 +16,8 @@ from torch import Tensor, fx, nn
 
 from spangraph.errors import InputError, TraceError
 from spangraph.host_state import storage_key
-from spangraph.passes import Prepared
 from spangraph.passes.nodes import placeholders, result_nodes, storage_roots, written
+from spangraph.passes.prepare import Prepared
 from spangraph.trace import Trace
 
 

@@ -21,7 +21,6 @@ from spangraph.launch import Launch, stale_error
 from spangraph.passes.span_maps import SpanMap
 from spangraph.slots import ALIGNMENT, COPIES, Copy, Region, aligned
 from spangraph.spans import Span, describe_bad_span
-from spangraph.watch import user_line
 
 if TYPE_CHECKING:
     from spangraph.step import Step
@@ -351,8 +350,10 @@ class Rows(Mapping[Hashable, Entry]):
         padded = outputs[cut.output]
         return None if padded.is_neg() else padded
 
-    def _entries(self, bad: list[SpanError]) -> Iterator[tuple[int, Entry]]:
-        """Positions and entries of the delivered rows; errors of the bad ones are put into `bad`."""
+    def _delivered(self, ids: Sequence[Hashable] | None, bad: list[SpanError] | None = None) -> Iterator[Any]:
+        """The delivered rows, or pairs of ids and rows. Errors of bad ones are put into `bad`, or raised at the end, as
+        one."""
+        errors: list[SpanError] = [] if bad is None else bad
         cut, launch, padded = self._cut, self._launch, self._plain()
         if padded is not None:  # as `_entry`, with all that is the same for all rows outside of the loop
             words, strides, as_strided = self._words(), padded.stride(), padded.as_strided
@@ -363,14 +364,18 @@ class Rows(Mapping[Hashable, Entry]):
                     if launch.is_released:
                         raise stale_error(launch)
                     shape[dim] = end - start
-                    yield position, as_strided(shape, strides, row + start * stride)
-                elif (entry := self._entry_or_none(position, bad)) is not None:
-                    yield position, entry
+                    entry: Entry | None = as_strided(shape, strides, row + start * stride)
+                else:
+                    entry = self._entry_or_none(position, errors)
+                if entry is not None:
+                    yield entry if ids is None else (ids[position], entry)
                 row += row_stride
-            return
-        for position in range(launch.num_rows):
-            if (entry := self._entry_or_none(position, bad)) is not None:
-                yield position, entry
+        else:
+            for position in range(launch.num_rows):
+                if (entry := self._entry_or_none(position, errors)) is not None:
+                    yield entry if ids is None else (ids[position], entry)
+        if bad is None:
+            _raise_bad(errors)
 
     def _entry_or_none(self, position: int, bad: list[SpanError]) -> Entry | None:
         try:
@@ -390,7 +395,7 @@ class Rows(Mapping[Hashable, Entry]):
         """Copies of all delivered rows, by position."""
         padded = self._plain()
         if self._cut.region is not None or (padded is not None and not padded.is_cuda):
-            entries = dict(self._entries([]))
+            entries = dict(self._delivered(range(self._launch.num_rows), []))
             if self._cut.span.max_spans == 1:
                 return dict(zip(entries, clone_each(entries.values()), strict=True))
             copies = iter(clone_each([crop for row in entries.values() for crop in row]))
@@ -438,6 +443,8 @@ class Rows(Mapping[Hashable, Entry]):
     def _track(self, crops: Sequence[Tensor]) -> None:
         """While debugging: remember who took memory that dies with the lease."""
         if self._step is not None and self._step._ring.debug:
+            from spangraph.watch import user_line  # what traces, which importing spangraph does without
+
             where = user_line()
             self._launch.taken += tuple((weakref.ref(crop), where) for crop in crops)
 
@@ -465,21 +472,14 @@ class _Items(ItemsView[Hashable, Entry]):
     _mapping: Rows
 
     def __iter__(self) -> Iterator[tuple[Hashable, Entry]]:
-        bad: list[SpanError] = []
-        ids = self._mapping.row_ids
-        for position, entry in self._mapping._entries(bad):
-            yield ids[position], entry
-        _raise_bad(bad)
+        return self._mapping._delivered(self._mapping.row_ids)
 
 
 class _Values(ValuesView[Entry]):
     _mapping: Rows
 
     def __iter__(self) -> Iterator[Entry]:
-        bad: list[SpanError] = []
-        for _, entry in self._mapping._entries(bad):
-            yield entry
-        _raise_bad(bad)
+        return self._mapping._delivered(None)
 
 
 def _raise_bad(bad: Sequence[SpanError]) -> None:

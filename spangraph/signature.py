@@ -15,7 +15,7 @@ from spangraph.backends import Backend, Event, Graph
 from spangraph.counts import Counts
 from spangraph.errors import TraceError
 from spangraph.opaque import OpaqueRoot
-from spangraph.passes import Prepared
+from spangraph.passes.prepare import Prepared
 from spangraph.passes.run_on_host import host_function
 from spangraph.rows import Cut
 from spangraph.step import Results

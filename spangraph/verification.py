@@ -16,10 +16,10 @@ from spangraph.diagnostics import Diagnostic
 from spangraph.errors import DeclarationError, InputError, TraceError
 from spangraph.hazards import find_capture_hazards
 from spangraph.marking import Marking, check_marked
-from spangraph.passes import prepare_graph
 from spangraph.passes.host_reads import erase_assertions, find_host_reads
 from spangraph.passes.leaks import Source
 from spangraph.passes.nodes import placeholders, val
+from spangraph.passes.prepare import prepare_graph
 from spangraph.report import Report
 from spangraph.spans import Span, describe_bad_span
 from spangraph.structure import example_args, normalise_call, split_call, tensor_paths

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,31 +19,12 @@ from spangraph.counts import Statistics
 from spangraph.errors import DeclarationError, InputError, TraceError
 from spangraph.passes.sources import drop_sources
 from spangraph.signature import Signature
-from spangraph.slots import Copy
 from spangraph.structure import CallSpec, Constant, normalise_call, split_call
 
 # Kinds of inputs whose signature is found without looking at the whole call; forgotten together, to stay few.
 _MAX_KNOWN_SHAPES = 1024
 # Graphs' worth of steps that ran eagerly and are kept, as they are: the next one of that shape need not be watched.
 _MAX_EAGER = 8
-
-
-@dataclass(frozen=True)
-class Walk:
-    """Options of one walk: an entry of `walks=`. What is None is as `compile` says for all walks.
-
-    Args:
-        buckets, dims, pad_values, copies: see `spangraph.compile`.
-    """
-
-    buckets: Mapping[str, Sequence[int]] | None = None
-    dims: Mapping[str, Mapping[int, str]] | None = None
-    pad_values: Mapping[str, float | int | bool] | None = None
-    copies: Mapping[str, Copy | str] | None = None
-
-    def with_defaults(self, common: Walk) -> Walk:
-        """These options, and those of `common` where they are None."""
-        return replace(common, **{f.name: own for f in fields(self) if (own := getattr(self, f.name)) is not None})
 
 
 class Place:

@@ -11,13 +11,13 @@ from torch import Tensor, fx, nn
 
 import spangraph
 from spangraph import DeclarationError, Span
-from spangraph.passes import insert_staging_node, prepare_graph
 from spangraph.passes.host_reads import erase_dead_nodes
-from spangraph.passes.insert_staging import erase_marks
+from spangraph.passes.insert_staging import erase_marks, insert_staging_node
 from spangraph.passes.marks import Mark, MarkInfo, find_marks, hoist_marks, public_names
 from spangraph.passes.memory import isolate_outputs, snapshot_spans
 from spangraph.passes.nodes import is_user_file, result_nodes, storage_roots, where, where_in, written
 from spangraph.passes.plan_cuts import PlannedCut, deliver_values, plan_cuts
+from spangraph.passes.prepare import prepare_graph
 
 from .toys import line_of
 

@@ -1,8 +1,8 @@
-"""The three implementations of staging against what the contract says, word by word over the whole ring.
+"""The implementations of staging against what the contract says, word by word over the whole ring.
 
-`stage_ref` and `stage_copy` run in the test's process. The Triton kernel runs under Triton's interpreter, which has to
-be switched on before Triton is imported, so this file is also the script that runs the kernel over all scenarios in a
-process of its own.
+`stage_ref`, `HostStage` and `stage_copy` run in the test's process. The Triton kernel runs under Triton's interpreter,
+which has to be switched on before Triton is imported, so this file is also the script that runs the kernel over all
+scenarios in a process of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spangraph.kernels.stage import CONTROL_WORDS, HEADER_WORDS, stage, stage_copy, stage_ref
+from spangraph.kernels.stage import CONTROL_WORDS, HEADER_WORDS, HostStage, stage, stage_copy, stage_ref
 
 GRAPH = 7
 NUM_SLOTS = 4
@@ -192,6 +192,14 @@ def _stage_ref(ring: Ring, launch: Launch, columns: list[Tensor]) -> None:
     stage_ref(ring.cursor, ring.slots, ring.control, columns, ring.offsets, launch.graph)
 
 
+def _stage_host(ring: Ring, launch: Launch, columns: list[Tensor]) -> None:
+    """One for all launches of a graph, as its memory is."""
+    stages: dict[int, HostStage] = vars(ring).setdefault("host_stages", {})
+    if launch.graph not in stages:
+        stages[launch.graph] = HostStage(ring.cursor, ring.slots, ring.control, ring.offsets, launch.graph)
+    stages[launch.graph](columns)
+
+
 def _stage_copy(ring: Ring, launch: Launch, columns: list[Tensor]) -> None:
     """Runs the instance of the graph that belongs to the slot, as its host does."""
     slot = launch.slot if 0 <= launch.slot < NUM_SLOTS else 0
@@ -242,10 +250,11 @@ def test_the_kernel_follows_the_contract(name: str, interpreted: dict[str, str])
     assert interpreted[name] == ""
 
 
+@pytest.mark.parametrize("run", [_stage_ref, _stage_host], ids=["ref", "host"])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_the_reference_follows_the_contract(name: str) -> None:
+def test_the_references_follow_the_contract(name: str, run: Stage) -> None:
     """K7, K8, K12."""
-    _check_scenario(name, _stage_ref)
+    _check_scenario(name, run)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -266,7 +275,7 @@ def test_the_plain_copy_ignores_a_record_for_another_slot() -> None:
     assert torch.equal(mirror, before[2])
 
 
-@pytest.mark.parametrize("run", [_stage_ref, _stage_copy], ids=["ref", "copy"])
+@pytest.mark.parametrize("run", [_stage_ref, _stage_host, _stage_copy], ids=["ref", "host", "copy"])
 def test_a_staging_that_records_nothing_leaves_the_old_header(run: Stage) -> None:
     """K22: the host tells a silently missing copy by the generation in the header."""
     ring = Ring(Scenario(3, ONE, ()), random.Random(0))
