@@ -152,7 +152,8 @@ def erase_dead_nodes(gm: fx.GraphModule) -> fx.GraphModule:
                 dead += 1
         if dead:
             module.graph.lint()
-            module.recompile()
+            if module is not gm:
+                module.recompile()
     return gm
 
 

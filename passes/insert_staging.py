@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from spangraph.passes.marks import Mark
 from spangraph.passes.nodes import output_node, result_nodes
@@ -32,7 +33,7 @@ class Copied:
 
 
 def erase_marks(gm: fx.GraphModule, marks: Sequence[Mark]) -> fx.GraphModule:
-    """Remove the marks; what they name stays. `insert_staging_node` compiles the copy that runs."""
+    """Remove the marks; what they name stays."""
     for mark in marks:
         gm.graph.erase_node(mark.node)
     return gm
@@ -47,7 +48,8 @@ def insert_staging_node(
     compact_args: Callable[[Sequence[fx.Node], Sequence[fx.Node]], tuple[Any, ...]] | None = None,
     keep: Sequence[int] | None = None,
 ) -> fx.GraphModule:
-    """A copy of the graph with one staging node at its tail; the same object if nothing is staged.
+    """A copy of the graph with one staging node at its tail, compiled when it first runs; the same object if nothing is
+    staged.
 
         y, s = ...                     y, s = ...
         return (y,)                    compact(cursor, control, [y], [s], rings, status, ...)   # if y is copied
@@ -62,6 +64,7 @@ def insert_staging_node(
         keep: outputs that the graph still returns, default all.
     """
     if not staged:
+        gm.recompile()
         return gm
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -96,17 +99,18 @@ def insert_staging_node(
         graph.call_function(torch.ops.spangraph.stage.default, args)
     if keep is not None:
         out.args = (tuple(results[i] for i in keep),)
-    return _compiled(gm, graph, held)
+    return _as_module(gm, graph, held)
 
 
-def _compiled(gm: fx.GraphModule, graph: fx.Graph, held: Mapping[str, Tensor]) -> fx.GraphModule:
-    """The graph as a module, compiled once: with what `gm` holds, and these tensors.
+def _as_module(gm: fx.GraphModule, graph: fx.Graph, held: Mapping[str, Tensor]) -> fx.GraphModule:
+    """The graph as a module, with what `gm` holds, and these tensors.
 
     They become plain attributes, never buffers: the ring belongs to no module, and must not be moved or cloned.
     """
     for name, tensor in held.items():
         setattr(gm, name, tensor)
-    result = fx.GraphModule(gm, graph)  # makes buffers of what the graph names
+    with _use_lazy_graph_module(True):
+        result = _make_graph_module(gm, graph)  # makes buffers of what the graph names
     for name, tensor in held.items():
         delattr(gm, name)
         delattr(result, name)

@@ -105,7 +105,6 @@ def hoist_marks(gm: fx.GraphModule) -> fx.GraphModule:
     hoisted = sum(_hoist_from(node) for node in list(gm.graph.nodes) if subgraph(node) is not None)
     if hoisted:
         gm.graph.lint()
-        gm.recompile()
     return gm
 
 

@@ -44,7 +44,6 @@ def snapshot_spans(gm: fx.GraphModule, marks: Sequence[Mark]) -> tuple[fx.GraphM
         kept.append(mark)
     if cloned:
         gm.graph.lint()
-        gm.recompile()
     return gm, kept
 
 
@@ -87,5 +86,4 @@ def isolate_outputs(gm: fx.GraphModule) -> fx.GraphModule:
     if clones:
         out.args = (tuple(clones.get(node, node) for node in results),)
         gm.graph.lint()
-        gm.recompile()
     return gm

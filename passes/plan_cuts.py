@@ -35,7 +35,6 @@ def deliver_values(gm: fx.GraphModule, marks: Sequence[Mark]) -> fx.GraphModule:
     if hidden:
         out.args = ((*results, *hidden),)
         gm.graph.lint()
-        gm.recompile()
     return gm
 
 

@@ -50,7 +50,7 @@ def prepare_graph(
     sources: Sequence[Source] = (),
     padding: str = "both",
 ) -> Prepared:
-    """Run all passes but the last.
+    """Run all passes but the last. None of them generates the code of the graph: `recompile()` it to run it.
 
     Args:
         reads: let host reads be; for graphs that are not captured.

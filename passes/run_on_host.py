@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import MethodType, SimpleNamespace
-from typing import Any
 
 import torch
 from torch import fx
@@ -15,7 +13,13 @@ from spangraph.kernels.stage import HostStage
 _STAGE = "_spangraph_stage"
 
 
-def host_function(gm: fx.GraphModule) -> Callable[..., Any]:
+def graph_method(gm: fx.GraphModule) -> MethodType:
+    """`gm.forward`, with its code generated."""
+    _LazyGraphModule.force_recompile(gm)
+    return MethodType(type(gm).forward, gm)
+
+
+def host_method(gm: fx.GraphModule) -> MethodType:
     """`gm.forward` without what costs more than it does, call by call, on the host:
 
     * the staging operator, whose arguments the dispatcher converts twice, becomes a call of `HostStage`;
@@ -23,7 +27,6 @@ def host_function(gm: fx.GraphModule) -> Callable[..., Any]:
     """
     if staging := gm.graph.find_nodes(op="call_function", target=torch.ops.spangraph.stage.default):
         gm = _on_host(gm, staging[0].name)
-    _LazyGraphModule.force_recompile(gm)
     root = SimpleNamespace()
     for node in gm.graph.nodes:
         if node.op in ("get_attr", "call_module"):
@@ -33,7 +36,7 @@ def host_function(gm: fx.GraphModule) -> Callable[..., Any]:
                 owner, held = vars(owner).setdefault(part, SimpleNamespace()), getattr(held, part)
             if isinstance(owner, SimpleNamespace):  # and no module that is called, too
                 setattr(owner, name, getattr(held, name))
-    return MethodType(type(gm).forward, root)
+    return MethodType(graph_method(gm).__func__, root)
 
 
 def _on_host(gm: fx.GraphModule, name: str) -> fx.GraphModule:

@@ -6,23 +6,23 @@ import contextlib
 import linecache
 import weakref
 from collections.abc import Iterable, Iterator
+from types import MethodType
 
-from torch import fx
 from torch.fx.graph_module import _loader
 
 
 @contextlib.contextmanager
-def drop_sources() -> Iterator[list[fx.GraphModule]]:
-    """Drop the texts of all graphs that are compiled in the block: at its end, and of the graphs that are put into the
-    list when those are collected."""
-    before, kept = set(_loader.eval_cache), list[fx.GraphModule]()
+def drop_sources() -> Iterator[list[tuple[object, MethodType]]]:
+    """Drop the texts of all graphs that are compiled in the block: at its end, and those of the methods that are put
+    into the list when their owners are collected."""
+    before, kept = set(_loader.eval_cache), list[tuple[object, MethodType]]()
     try:
         yield kept
     finally:
-        names = {type(gm).forward.__code__.co_filename: gm for gm in kept}
+        names = {method.__func__.__code__.co_filename: owner for owner, method in kept}
         _drop(set(_loader.eval_cache) - before - names.keys())
-        for name, gm in names.items():
-            weakref.finalize(gm, _drop, [name]).atexit = False
+        for name, owner in names.items():
+            weakref.finalize(owner, _drop, [name]).atexit = False
 
 
 def _drop(names: Iterable[str]) -> None:

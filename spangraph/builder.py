@@ -24,6 +24,7 @@ from spangraph.passes.insert_staging import Copied, insert_staging_node
 from spangraph.passes.marks import Mark, public_names
 from spangraph.passes.nodes import result_nodes, val
 from spangraph.passes.prepare import Prepared, prepare_graph
+from spangraph.passes.run_on_host import graph_method, host_method
 from spangraph.rows import Cut, Rows
 from spangraph.signature import Instance, Runner, Signature, Uncaptured, restrided
 from spangraph.slots import Copy, Region
@@ -298,7 +299,7 @@ class SignatureBuilder:
                 compact_args=tail.compact_args,
                 keep=outputs.keep,
             )
-            instances.append(Instance(gm, tail))
+            instances.append(Instance(gm, tail, graph_method(gm) if backend.static else host_method(gm)))
         if backend.static:
             self._capture(trace, instances, inputs, share=not outputs.holds and not outputs.may_overflow)
         signature.cuts = outputs.cuts

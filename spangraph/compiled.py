@@ -200,7 +200,7 @@ class Compiled:
                 try:
                     inputs = leaves if found.strides is signature.strides else _inputs(signature, found, leaves)
                     instance = signature.instances[tails.index(launch.tail)]
-                    ring.commit(launch, run(signature.trace, instance.on_host, inputs))
+                    ring.commit(launch, run(signature.trace, instance.forward, inputs))
                 except BaseException:
                     ring.abort(launch)
                     raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import sys
 import threading
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.graph import CodeGen
 from torch.fx.proxy import TracerBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,6 +25,7 @@ from spangraph.marking import Marking, check_marked, marked_tensors
 from spangraph.passes.host_reads import erase_dead_nodes
 from spangraph.passes.marks import MarkInfo
 from spangraph.passes.nodes import is_user_file, placeholders, storage_roots, written
+from spangraph.passes.unlift import unlift
 from spangraph.structure import CallSpec, flatten_output
 from spangraph.trace import HostStateError, Trace, run_mode, trace_of
 from spangraph.watch import Calls, written_by
@@ -178,10 +177,7 @@ def export_model(
             f"the forward changes {', '.join(notes['changed'])} at every call, which a graph would do once, at its"
             " trace: keep such state in registered buffers, and update them in place."
         )
-    gm.graph.set_codegen(CodeGen())  # inputs and outputs are flat: no pytree at each call
     gm = erase_dead_nodes(gm)
-    gm._forward_pre_hooks.clear()  # shape checks: the caller's signature is one already
-    gm.recompile()
     trace = trace_of(gm, notes["infos"], notes["template"], notes["paths"], notes["spec"], "export", inference)
     trace.literals = notes["used"]
     roots, inputs = storage_roots(gm.graph), placeholders(gm.graph)
@@ -202,10 +198,7 @@ def _export(root: _Root, tensors: Sequence[Tensor], inference: bool) -> fx.Graph
             _use_lazy_graph_module(True),  # most modules that export makes on its way never run
         ):
             warnings.simplefilter("ignore")  # export warns of its own internals
-            exported = torch.export.export(root, tuple(tensors), strict=False)
-            if "check_guards" in inspect.signature(exported.module).parameters:
-                return exported.module(check_guards=False)
-            return exported.module()
+            return unlift(torch.export.export(root, tuple(tensors), strict=False))
     except SpangraphError:
         raise
     except Exception as error:

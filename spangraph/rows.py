@@ -377,6 +377,21 @@ class Rows(Mapping[Hashable, Entry]):
         if bad is None:
             _raise_bad(errors)
 
+    def _views(self, padded: Tensor) -> dict[int, Tensor]:
+        """All delivered rows at once, as `_delivered` makes them one by one, for half the time."""
+        cut, words, strides, as_strided = self._cut, self._words(), padded.stride(), padded.as_strided
+        shape, dim, width = list(cut.row_shape), cut.single_dim, cut.single_width
+        row, row_stride, stride, strides = padded.storage_offset(), strides[0], strides[dim + 1], strides[1:]
+        views, withheld = {}, self._launch.withheld
+        for position, (start, end) in enumerate(zip(words[::2], words[1::2], strict=True)):
+            if 0 <= start < end <= width and not withheld:
+                shape[dim] = end - start
+                views[position] = as_strided(shape, strides, row + start * stride)
+            elif (entry := self._entry_or_none(position, [])) is not None:
+                views[position] = entry
+            row += row_stride
+        return views
+
     def _entry_or_none(self, position: int, bad: list[SpanError]) -> Entry | None:
         try:
             return self._entry(position)
@@ -394,7 +409,10 @@ class Rows(Mapping[Hashable, Entry]):
     def _copies(self) -> dict[int, Entry]:
         """Copies of all delivered rows, by position."""
         padded = self._plain()
-        if self._cut.region is not None or (padded is not None and not padded.is_cuda):
+        if padded is not None and not padded.is_cuda:
+            views = self._views(padded)
+            return dict(zip(views, clone_each(views.values()), strict=True))
+        if self._cut.region is not None:
             entries = dict(self._delivered(range(self._launch.num_rows), []))
             if self._cut.span.max_spans == 1:
                 return dict(zip(entries, clone_each(entries.values()), strict=True))

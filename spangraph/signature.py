@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from spangraph.counts import Counts
 from spangraph.errors import TraceError
 from spangraph.opaque import OpaqueRoot
 from spangraph.passes.prepare import Prepared
-from spangraph.passes.run_on_host import host_function
 from spangraph.rows import Cut
 from spangraph.step import Results
 from spangraph.tail import Tail
@@ -26,18 +25,18 @@ from spangraph.weights import Weights
 
 @dataclass(eq=False)
 class Instance:
-    """One graph of a signature, with inputs of its own on a captured backend."""
+    """One graph of a signature, with inputs of its own on a captured backend.
+
+    Attributes:
+        forward: runs the graph, on the calling thread or to be captured.
+    """
 
     gm: fx.GraphModule
     tail: Tail
+    forward: MethodType
     inputs: list[Tensor] = field(default_factory=list)
     graph: Graph | None = None
     uploads: list[tuple[list[Tensor], Event]] = field(default_factory=list)
-
-    @functools.cached_property
-    def on_host(self) -> Callable[..., Sequence[Tensor]]:
-        """The graph, as it runs on the calling thread."""
-        return host_function(self.gm)
 
 
 @dataclass(eq=False)
@@ -104,7 +103,7 @@ class Runner:
     instance: Instance
 
     def __call__(self) -> Sequence[Tensor]:
-        return run(self.trace, self.instance.gm.forward, self.instance.inputs)
+        return run(self.trace, self.instance.forward, self.instance.inputs)
 
 
 @dataclass

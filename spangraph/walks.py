@@ -284,7 +284,7 @@ class WalkGraphs:
                         raise
                     hint = f"Inputs that dims= does not name are not padded: {unnamed}."
                     raise DeclarationError(f"{error} {hint}", error.where) from None
-                kept += [instance.gm for instance in signature.instances]
+                kept += [(instance, instance.forward) for instance in signature.instances]
             signature.pad_values, signature.shapes = [p.value for p in padding or ()], shapes
             counts.captures += 1
             return signature
@@ -303,7 +303,7 @@ class WalkGraphs:
                 signature = self._builder.build_eager(
                     call, tensors, counts=counts, batch=batch, make_room=self._eager.make_room
                 )
-                kept += [instance.gm for instance in signature.instances]
+                kept += [(instance, instance.forward) for instance in signature.instances]
             signature.miss = reason
             self._eager.put(place, signature)
         return signature

@@ -143,6 +143,7 @@ def test_marks_leave_several_levels_of_blocks() -> None:
     marks = marks_of(gm)
     assert [mark.full_name for mark in marks] == ["a.audio", "b.audio"]
     gm = deliver_values(gm, marks)
+    gm.recompile()
     x, s = torch.randn(2, 5), torch.ones(2, 2, dtype=torch.int64)
     assert gm(x, s)[1].equal(x * 2)
     assert gm(x, s)[2].equal(x * 2 * 3)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import spangraph
 from spangraph import SpannedOutput
-from spangraph.passes.run_on_host import host_function
+from spangraph.passes.run_on_host import host_method
 
 STAGE = torch.ops.spangraph.stage.default
 
@@ -76,7 +76,7 @@ def test_the_operator_and_the_function_stage_alike() -> None:
         by_operator = spangraph.compile(Voice().eval())
         launch(by_operator, x, torch.tensor([1, 2, 3]))
         signature = by_operator._by_key.values()[0]
-        signature.instances[0].on_host = signature.instances[0].gm.forward
+        signature.instances[0].forward = signature.instances[0].gm.forward
         for lengths in ([6, 0, 4], [1, 1, 1]):
             assert launch(by_operator, x, torch.tensor(lengths))[1] == launch(compiled, x, torch.tensor(lengths))[1]
     assert compiled._ring.cursor.item() == by_operator._ring.cursor.item() == 3
@@ -106,7 +106,7 @@ def test_what_a_graph_names_is_bound_once() -> None:
         graph.output((graph.call_function(torch.add, (called, weight)),))
         gm = fx.GraphModule(root, graph)
         before = dict(root.named_parameters())
-        (out,) = host_function(gm)(torch.ones(3))
+        (out,) = host_method(gm)(torch.ones(3))
         assert torch.equal(out, 2 * root.block["0"].weight)
         assert all(value is before[name] for name, value in root.named_parameters())
 
