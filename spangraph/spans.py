@@ -218,6 +218,8 @@ def from_lengths(lengths: Tensor, *, start: Tensor | int = 0) -> Tensor:
         raise DeclarationError(f"from_lengths(start=...) got {found}: expected an int, or a tensor of ints.")
     if not lengths.is_floating_point():
         lengths = lengths.to(torch.int64)
+        if isinstance(start, int):  # two kernels of each step less
+            return torch.stack([torch.full_like(lengths, start), lengths + start if start else lengths], -1)
         first = torch.zeros_like(lengths) + start
         return torch.stack([first, first + lengths], -1)
     whole = torch.isfinite(lengths) & (lengths == lengths.floor()) & (lengths.abs() < 2.0**53)

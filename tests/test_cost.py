@@ -83,7 +83,7 @@ def _step_calls(bs: int, num_parameters: int = 0) -> int:
 
 
 def test_a_step_makes_few_calls() -> None:
-    assert _step_calls(8) <= 86
+    assert _step_calls(8) <= 54
 
 
 def test_a_step_makes_as_many_calls_whatever_the_batch_and_the_model() -> None:
@@ -102,9 +102,9 @@ def test_a_row_is_one_operator() -> None:
         return [row for name in ("audio", "pitch") for row in step.rows(name).values()]
 
     few, many = _cut_calls(8, all_rows), _cut_calls(264, all_rows)
-    # Per row: the operator, and the generators of its values and its entries.
-    assert (many - few) / (2 * 256) <= 3.05
-    assert few <= 104
+    # Per row: the operator, and the generator.
+    assert (many - few) / (2 * 256) <= 2.05
+    assert few <= 70
 
 
 def test_spans_alone_make_no_tensors() -> None:
@@ -115,9 +115,10 @@ def test_spans_alone_make_no_tensors() -> None:
     assert (_cut_calls(264, spans) - _cut_calls(8, spans)) / 256 <= 1.05
 
 
-def test_owned_rows_are_two_operators() -> None:
+def test_an_owned_row_is_an_operator_and_a_clone() -> None:
     few, many = (_cut_calls(bs, lambda step: step.rows("pitch").own()) for bs in (8, 264))
-    assert (many - few) / 256 <= 3.05
+    # torch 2.13 has one operator that clones all.
+    assert (many - few) / 256 <= (1.05 if hasattr(torch, "_foreach_clone") else 2.05)
 
 
 def test_padding_rows_make_no_objects() -> None:
