@@ -125,6 +125,7 @@ class Compiled:
                 name, builder, forward, buckets, self._statistics, self._by_key, on_miss=on_miss
             )
         self._walks.update((alias, self._walks[name]) for alias, name in aliases.items())
+        self._default = self._walks.get(walk)
 
     # ---- launching -------------------------------------------------------------------------------------------------
 
@@ -161,8 +162,8 @@ class Compiled:
         """
         if profiler._is_profiler_enabled or self._backend.always_ranges:
             with self._backend.range("spangraph.launch"):
-                return self._launch(args, kwargs, walk, rows, num_rows, wait=wait, timeout=timeout)
-        return self._launch(args, kwargs, walk, rows, num_rows, wait=wait, timeout=timeout)
+                return self._launch(args, kwargs, walk, rows, num_rows, wait, timeout)
+        return self._launch(args, kwargs, walk, rows, num_rows, wait, timeout)
 
     def _launch(
         self,
@@ -171,7 +172,6 @@ class Compiled:
         walk: str | None,
         rows: Sequence[Hashable] | None,
         num_rows: int | None,
-        *,
         wait: bool,
         timeout: float | None,
     ) -> Step:
@@ -182,7 +182,9 @@ class Compiled:
         with ring.lock:
             if ring.is_closed:
                 raise ClosedError("launch on a closed object: compile the model again.")
-            graphs = self._walks.get(self._walk if walk is None else walk) or self._graphs_of(walk)
+            graphs = self._default if walk is None else self._walks.get(walk)
+            if graphs is None:
+                graphs = self._graphs_of(walk)
             found, signature, leaves = graphs.find(args, kwargs)
             if (weights := signature.weights) is not None and weights.are_suspect() and self._drop_stale(signature):
                 found, signature, leaves = graphs.find(args, kwargs, "weights replaced")
