@@ -377,7 +377,7 @@ def compact_ref(
                 torch.cat(pieces, out=target)
         columns.append([offsets, nans])
     table = [word for row in range(num_real) for own in columns for word in (generation, own[0][row], own[1][row])]
-    status.view(-1)[: len(table)] = torch.tensor(table, dtype=torch.int64)
+    status.view(-1)[: len(table)] = torch.tensor(table, dtype=torch.int64, device="cpu")
 
 
 def _cut_rows(source: Tensor, layout: Layout, words: Sequence[Sequence[int]]) -> tuple[list[int], list[Tensor]]:
@@ -421,7 +421,7 @@ def _cut_rows(source: Tensor, layout: Layout, words: Sequence[Sequence[int]]) ->
 def _zeros(dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Zeros of every length that may be missing to a unit, by that length."""
     with torch.inference_mode(False):
-        return tuple(torch.zeros(length, dtype=dtype) for length in range(UNIT_BYTES))
+        return tuple(torch.zeros(length, dtype=dtype, device="cpu") for length in range(UNIT_BYTES))
 
 
 def _count_nans(packed: Tensor, firsts: Sequence[int]) -> list[int]:

@@ -257,7 +257,7 @@ def _gather(source: Tensor, dims: Sequence[int], crops: Sequence[Crop]) -> list[
         num_chunks = math.ceil(most / UNIT_BYTES * layout.vector / layout.chunk)
         if num_chunks:
             target = torch.empty(0, dtype=items.dtype, device=source.device).set_(copies[0].untyped_storage())
-            entries = torch.tensor(table, pin_memory=source.is_cuda).to(source.device, non_blocking=True)
+            entries = torch.tensor(table, device="cpu", pin_memory=source.is_cuda).to(source.device, non_blocking=True)
             grid = (len(crops), num_chunks)
             num_warps = NUM_THREADS // (64 if torch.version.hip else 32)
             _load_kernel()[grid](items, target, entries, LAYOUT=layout, num_warps=num_warps)
@@ -294,7 +294,8 @@ def clone_each(views: Collection[Tensor]) -> list[Tensor]:
     with torch.inference_mode(False), torch.no_grad():
         if not views or not views[0].is_cuda:
             if views and (clone := getattr(torch, "_foreach_clone", None)) is not None:  # of torch 2.13: one call
-                return list(clone(views, memory_format=torch.contiguous_format))
+                with contextlib.suppress(RuntimeError):  # which vmap does not know
+                    return list(clone(views, memory_format=torch.contiguous_format))
             return [view.clone(memory_format=torch.contiguous_format) for view in views]
         copies = [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in views]
         torch._foreach_copy_(copies, views)  # pyright: ignore[reportPrivateImportUsage]

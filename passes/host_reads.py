@@ -157,6 +157,10 @@ def erase_dead_nodes(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
+# Where functions on Python's numbers are.
+_PURE = ("_operator", "builtins", "math", "torch")
+
+
 def _is_impure(node: fx.Node) -> bool:
     """Whether a node must stay though nothing uses it: it writes, draws, marks, or is a graph that may do so."""
     if node.op in ("placeholder", "output"):
@@ -165,8 +169,9 @@ def _is_impure(node: fx.Node) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         seeded = torch.Tag.nondeterministic_seeded in target.tags  # what is drawn later depends on it
         return bool(written(node)) or target.namespace == "spangraph" or not target._schema.returns or seeded
-    # A graph in the graph may write anything; a Python number may not.
-    return isinstance(target, torch._ops.HigherOrderOperator) or node.op == "call_module"
+    # A graph in the graph may write anything; a Python number may not. `torch.vmap` begins and ends by functions.
+    is_function = node.op == "call_function"
+    return node.op == "call_module" or (is_function and getattr(target, "__module__", "") not in _PURE)
 
 
 def find_host_reads(gm: fx.GraphModule) -> list[Diagnostic]:

@@ -8,14 +8,22 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from spangraph.errors import TraceError
 from spangraph.kernels.stage import HostStage
 
 _STAGE = "_spangraph_stage"
 
 
 def graph_method(gm: fx.GraphModule) -> MethodType:
-    """`gm.forward`, with its code generated."""
-    _LazyGraphModule.force_recompile(gm)
+    """`gm.forward`, with its code generated.
+
+    Raises:
+        TraceError: if torch.fx writes code for it that is none.
+    """
+    try:
+        _LazyGraphModule.force_recompile(gm)
+    except SyntaxError as error:
+        raise TraceError(f"torch.fx cannot write the graph as code ({error}): compile with trace='opaque'.") from error
     return MethodType(type(gm).forward, gm)
 
 

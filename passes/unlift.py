@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import keyword
+import re
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 from spangraph.errors import TraceError
 from spangraph.passes.nodes import output_node, placeholders
 
+# Names that torch.fx puts into its code as they are, where they are none.
+_UNWRITABLE = re.compile(rf"""["\\\x00-\x1f]|(^|\.)({"|".join(keyword.kwlist)})(\.|$)""")
 _MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION)
 
 
@@ -34,8 +38,9 @@ def unlift(exported: ExportedProgram) -> fx.GraphModule:
             raise TraceError(f"torch.export gives the graph an input of kind {spec.kind.name}, which launches cannot.")
         else:
             values: dict[str, Any] = exported.state_dict if spec.target in exported.state_dict else exported.constants
-            _hold(gm, spec.target, values[spec.target], is_buffer=spec.kind is InputKind.BUFFER)
-            copies[node] = named[spec.target] = graph.create_node("get_attr", spec.target)
+            target = spec.target if _UNWRITABLE.search(spec.target) is None else f"_spangraph_held_{len(named)}"
+            _hold(gm, target, values[spec.target], is_buffer=spec.kind is InputKind.BUFFER)
+            copies[node] = named[spec.target] = graph.create_node("get_attr", target)
             copies[node].meta = node.meta
     for node in gm.graph.nodes:
         if node.op not in ("placeholder", "output"):

@@ -268,7 +268,7 @@ class InlineBackend(Backend):
 
     def pinned(self, *shape: int, writer: str) -> Pinned:
         with torch.inference_mode(False):
-            memory = torch.zeros(shape, dtype=torch.int64)
+            memory = torch.zeros(shape, dtype=torch.int64, device="cpu")
         return Pinned(memory, memory)
 
     def host_buffer(self, like: Tensor) -> Tensor:

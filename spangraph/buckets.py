@@ -166,7 +166,7 @@ class Buckets:
 
 def _fitting(path: str, value: float | bool, dtype: torch.dtype) -> float | int | bool:
     try:
-        held = torch.full((), value, dtype=dtype).item()
+        held = torch.full((), value, dtype=dtype, device="cpu").item()
         fits = held == value or dtype.is_floating_point
     except (RuntimeError, TypeError, OverflowError):
         fits = False

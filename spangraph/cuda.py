@@ -159,12 +159,12 @@ class CudaBackend(Backend):
 
     def pinned(self, *shape: int, writer: str) -> Pinned:
         with torch.inference_mode(False):
-            memory = torch.zeros(shape, dtype=torch.int64).pin_memory()
+            memory = torch.zeros(shape, dtype=torch.int64, device="cpu").pin_memory()
         return Pinned(memory, memory)
 
     def host_buffer(self, like: Tensor) -> Tensor:
         with torch.inference_mode(False):
-            return torch.empty(like.shape, dtype=like.dtype).pin_memory()
+            return torch.empty(like.shape, dtype=like.dtype, device="cpu").pin_memory()
 
     def new_pool(self) -> _Pool:
         return _Pool(self._cuda.graph_pool_handle(), self._cuda.Stream(self.device))

@@ -109,7 +109,7 @@ def _literal_buffers(model: nn.Module, notes: dict[str, Any]) -> Iterator[Calls]
     for buffers, name, value in notes["literals"]:
         buffer = buffers[name]
         if notes["identities"][id(buffers), name] not in notes["written"]:
-            literal = torch.tensor(value, dtype=buffer.dtype)
+            literal = torch.tensor(value, dtype=buffer.dtype, device="cpu")
             buffers[name] = literal
             held[id(literal)] = (buffers, name, buffer, literal, literal._version)
     notes["held"] = {key: notes["identities"][id(buffers), name] for key, (buffers, name, *_) in held.items()}

@@ -10,7 +10,7 @@ import contextlib
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,16 @@ ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 _MISSING = object()
 # Deep enough for a cache: object -> list of layers -> layer -> tensor. A model may also refer to the engine it runs in.
 _MAX_DEPTH = 4
+
+
+@dataclass(frozen=True)
+class Held:
+    """Something that a module's attributes hold: `box[key]`."""
+
+    label: str
+    box: Any
+    key: Any
+    value: Any
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,7 @@ class HostState:
         self.tensors: dict[int, str] = {}
         self.generators: list[torch.Generator] = []
         self._boxes: list[tuple[str, Any, Any]] = []  # label, container, copy
+        self._held: list[tuple[Tensor, tuple[Held, ...]]] = []
         self._seen: set[int] = set()
         self._buffers: set[int] = set()
         self._modules: set[int] = set()
@@ -66,28 +77,27 @@ class HostState:
                 self._boxes.append((prefix, box, dict(box)))
             for name, value in module.__dict__.items():
                 if name not in INTERNAL:
-                    self._look_into(prefix + name, value)
+                    self._look_into(prefix + name, value, (Held(prefix + name, module.__dict__, name, value),))
 
-    def held_tensors(self) -> Iterator[tuple[str, Any, Any, Tensor]]:
-        """Tensors that are no parameters or buffers: label, container, key in it, tensor."""
-        for label, box, before in self._boxes:
-            if isinstance(box, dict | list):
-                for key, value in before.items() if isinstance(before, dict) else enumerate(before):
-                    if isinstance(value, Tensor) and storage_key(value) in self.tensors:
-                        yield f"{label}{key}" if isinstance(box, dict) else f"{label}[{key}]", box, key, value
+    def held_in(self, memory: Collection[int]) -> list[Held]:
+        """Where tensors are held that lie in this memory and are no parameters or buffers, and where what holds them
+        is: each place once."""
+        held = [each for tensor, path in self._held if storage_key(tensor) in memory for each in path]
+        return list({(id(each.box), each.key): each for each in held}.values())
 
     def is_buffers(self, box: Any) -> bool:
         """Whether it is a module's dict of buffers."""
         return id(box) in self._buffers
 
-    def _look_into(self, label: str, value: Any, depth: int = 0) -> None:
+    def _look_into(self, label: str, value: Any, path: tuple[Held, ...]) -> None:
         if isinstance(value, Tensor):
             if value.layout is torch.strided and storage_key(value) not in self._registered:
                 self.tensors.setdefault(storage_key(value), label)
+                self._held.append((value, path))
             return
         if isinstance(value, torch.Generator):
             self.generators.append(value)
-        if isinstance(value, ATOMS) or id(value) in self._seen or depth > _MAX_DEPTH:
+        if isinstance(value, ATOMS) or id(value) in self._seen or len(path) > _MAX_DEPTH + 1:
             return
         self._seen.add(id(value))
         box = vars(value) if _is_plain_object(value) else value
@@ -95,10 +105,12 @@ class HostState:
             self._boxes.append((f"{label}." if isinstance(box, dict) else label, box, box.copy()))
         if isinstance(box, dict):
             for key, child in list(box.items()):
-                self._look_into(f"{label}.{key}", child, depth + 1)
+                name = f"{label}.{key}"
+                self._look_into(name, child, (*path, Held(name, box, key, child)))
         elif isinstance(box, list | deque | tuple):
             for i, child in enumerate(box):
-                self._look_into(f"{label}[{i}]", child, depth + 1)
+                name = f"{label}[{i}]"
+                self._look_into(name, child, (*path, Held(name, box, i, child)))
 
     def changes(self) -> list[Change]:
         """What is not as it was."""

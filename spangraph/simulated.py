@@ -368,10 +368,10 @@ class SimulatedDevice(Backend):
 
     def pinned(self, *shape: int, writer: str) -> Pinned:
         with torch.inference_mode(False):
-            host = torch.zeros(shape, dtype=torch.int64)
+            host = torch.zeros(shape, dtype=torch.int64, device="cpu")
             if writer == "host":
                 return Pinned(host, host)
-            pinned = Pinned(host, torch.zeros(shape, dtype=torch.int64))
+            pinned = Pinned(host, torch.zeros(shape, dtype=torch.int64, device="cpu"))
         self._landings.append(_Landing(weakref.ref(pinned.host), weakref.ref(pinned.device)))
         return pinned
 

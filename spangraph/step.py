@@ -135,7 +135,8 @@ class Step:
         """
         self.wait()
         column, shape = self._launch.tail.value(name)
-        values = torch.tensor(self._launch.tail.column(self._launch, column).tolist(), dtype=torch.int64)
+        words = self._launch.tail.column(self._launch, column).tolist()
+        values = torch.tensor(words, dtype=torch.int64, device="cpu")
         return values.view(self._launch.num_rows, *shape)
 
     def staged(self, column: str, shape: Sequence[int]) -> Tensor:
@@ -144,7 +145,8 @@ class Step:
         assert words is not None, "read, so that it has words"
         assert buffer is not None, "it has columns"
         first, width = buffer.layout.columns[column]
-        return torch.tensor(words[first : first + width * shape[0]].tolist(), dtype=torch.int64).view(*shape)
+        own = words[first : first + width * shape[0]].tolist()
+        return torch.tensor(own, dtype=torch.int64, device="cpu").view(*shape)
 
     def result(self) -> Any:
         """Wait, then the model's own output structure with spanned tensors replaced by `Rows`.

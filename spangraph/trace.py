@@ -94,7 +94,7 @@ class Trace:
         late = self._model_output_leaves()
         early = list(leaves)
         for i in late:
-            early[i] = (lambda step, launch, what: what, torch.empty(0))
+            early[i] = (lambda step, launch, what: what, torch.empty(0, device="cpu"))
         make_early = structure_maker(self.out_spec, early)
         if not late:
             return make_early
@@ -112,7 +112,7 @@ class Trace:
         return make_result
 
     def _model_output_leaves(self) -> list[int]:
-        out = pytree.tree_unflatten([torch.empty(0)] * len(self.out_leaves), self.out_spec)
+        out = pytree.tree_unflatten([torch.empty(0, device="cpu")] * len(self.out_leaves), self.out_spec)
         found: list[int] = []
         for i, path in enumerate(self.paths):
             parent = out

@@ -188,6 +188,7 @@ class WalkGraphs:
         if (
             num_inputs == len(args)
             and not kwargs
+            and not _may_be_nested(args)
             and last.guards.check(*args)
             and (signature := last.place.current()) is not None
         ):
@@ -318,6 +319,14 @@ class WalkGraphs:
                 )
             if tensor.layout is not torch.strided:
                 raise InputError(f"an input has layout {tensor.layout}: expected a strided (dense) tensor.")
+
+
+def _may_be_nested(args: tuple[Any, ...]) -> bool:
+    """Whether the guards must not see these: their C++ ends the process at a nested tensor, which has no sizes."""
+    try:
+        return True in [arg.is_nested for arg in args]
+    except AttributeError:  # no tensor
+        return True
 
 
 def _key(call: CallSpec, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> tuple[Any, ...]:

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from spangraph.errors import StaleGraphError
-from spangraph.host_state import HostState, storage_key
+from spangraph.host_state import HostState
 
 # Tensors that a launch checks: all of a small model's.
 _NUM_PROBES = 8
@@ -197,8 +197,8 @@ class Weights:
         self._seen = _replacements
         # Names with None, too: a bias or a cache may come later.
         self._boxes: list[tuple[str, nn.Module, str, Any, tuple[Any, ...]]] = []
-        held = HostState(model).held_tensors()
-        plain = [_Entry(*each, self._traits(each[-1])) for each in held if storage_key(each[-1]) in constants]
+        held = HostState(model).held_in(constants)
+        plain = [_Entry(each.label, each.box, each.key, each.value, self._traits(each.value)) for each in held]
         registered = []
         for fqn, module in model.named_modules():
             prefix = f"{fqn}." if fqn else ""

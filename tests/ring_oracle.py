@@ -226,7 +226,7 @@ class Oracle:
         if flight.lane.replay is None:
             result = step.result()
             if flight.lane.whole:
-                assert is_same(result.outputs["total"], flight.inputs.x.sum(1)), "WRONG OUTPUT"
+                assert is_same(result.outputs["total"], flight.inputs.x.sum(1)[: flight.num_rows]), "WRONG OUTPUT"
             for name in flight.lane.names:
                 self.check_rows(result.outputs[name], flight, name)
             given = {"audio": flight.inputs.spans, "turns": flight.inputs.pairs}

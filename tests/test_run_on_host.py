@@ -11,6 +11,8 @@ import spangraph
 from spangraph import SpannedOutput
 from spangraph.passes.run_on_host import host_method
 
+from .toys import backend
+
 STAGE = torch.ops.spangraph.stage.default
 
 
@@ -162,6 +164,50 @@ def test_each_kind_of_input_finds_its_own_graph(other: str, mode: Any) -> None:
         assert torch.equal(compiled(x=usual, y=usual), usual * 3)
     assert compiled.counts.launches == 18
     assert compiled.counts.elements >= 3 * (4 + 2) * 6, "each launch counts its own"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("launches", [1, 4])
+def test_a_nested_tensor_is_refused(launches: int) -> None:
+    """Also where guards would look at it: theirs is an exception in C++ that ends the process."""
+    compiled, usual = spangraph.compile(Double()), torch.ones(2, 3)
+    for _ in range(launches):
+        compiled(usual)
+    for layout, error in ((torch.strided, RuntimeError), (torch.jagged, spangraph.InputError)):
+        nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=layout)
+        with pytest.raises(error):
+            compiled(nested)
+    assert torch.equal(compiled(usual), 2 * usual)
+
+
+def test_vmap_reaches_owned_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPANGRAPH_DEBUG", "0")  # which looks at the memory of outputs
+    compiled, lengths = spangraph.compile(Voice().eval()), torch.tensor([1, 2])
+
+    def rows(x: Tensor) -> Tensor:
+        return compiled(x, lengths).outputs["audio"][1]
+
+    x = torch.randn(3, 2, 6)
+    assert torch.equal(torch.vmap(rows)(x), torch.stack([rows(each) for each in x]))
+
+
+@pytest.mark.parametrize("on", ["inline", "simulated"])
+@pytest.mark.parametrize("where", ["view", "host", "device"])
+def test_the_default_device_does_not_matter(on: str, where: str) -> None:
+    """`torch.set_default_device("cuda")`: what the host reads is on the host."""
+    model, x, lengths = Voice().eval(), torch.randn(3, 6), torch.tensor([1, 2, 3])
+    rows: list[Tensor] = []
+    with torch.device("meta"):
+        compiled = spangraph.compile(model, backend=backend(on), copies={"audio": where})
+        for _ in range(2):
+            with torch.no_grad(), compiled.launch(x, lengths) as step:
+                tokens, result = step.row_values("token"), step.result()
+                rows = list(step.rows("audio").own().values())
+                assert tokens.tolist() == result.row_values["token"].tolist() == [2, 3, 4]
+                assert result.output_spans["audio"].tolist() == [[0, 1], [0, 2], [0, 3]]
+    with torch.no_grad():
+        expected = model(x, lengths)["audio"]
+    assert [row.tolist() for row in rows] == [expected[i, : i + 1].tolist() for i in range(3)]
 
 
 def test_a_model_without_inputs_finds_its_graph() -> None:

@@ -387,6 +387,13 @@ def test_assigning_and_setting_are_as_torch_has_them() -> None:
         assert fake.shape == (5,)
 
 
+class Scale:
+    """An object that is no module."""
+
+    def __init__(self, scale: Tensor) -> None:
+        self.scale = scale
+
+
 class Optional(Spanned):
     """Slots that may be filled later: a bias, a cache, an adapter, a list, a plain attribute."""
 
@@ -399,9 +406,10 @@ class Optional(Spanned):
         self.net = nn.Sequential(nn.ReLU())
         self.plain = torch.ones(1)
         self.listed = [torch.ones(1)]
+        self.deep = {"a": (Scale(torch.ones(1)),)}
 
     def forward(self, x: Tensor, n: Tensor) -> SpannedOutput:
-        y = self.net(x * self.plain * self.listed[0])
+        y = self.net(x * self.plain * self.listed[0] * self.deep["a"][0].scale)
         for added in (self.bias, self.cache):
             y = y if added is None else y + added
         for module in (self.adapter, self.late):
@@ -417,6 +425,10 @@ FILLED = {
     r"net\.1 was added": lambda m: m.net.append(nn.Tanh()),
     "plain was replaced": lambda m: setattr(m, "plain", torch.full((1,), 4.0)),
     r"listed\[0\] was replaced": lambda m: m.listed.__setitem__(0, torch.full((1,), 4.0)),
+    "listed was replaced": lambda m: setattr(m, "listed", [torch.full((1,), 4.0)]),
+    r"deep\.a\[0\]\.scale was replaced": lambda m: setattr(m.deep["a"][0], "scale", torch.full((1,), 4.0)),
+    r"deep\.a was replaced": lambda m: m.deep.update(a=(Scale(torch.full((1,), 4.0)),)),
+    "deep was replaced": lambda m: setattr(m, "deep", {"a": (Scale(torch.full((1,), 4.0)),)}),
 }
 
 

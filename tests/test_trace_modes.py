@@ -322,3 +322,14 @@ def test_spans_built_under_autocast_stay_int64() -> None:
     rows = compiled(Half(), trace="export")(x, n.float())["audio"]
     assert [len(row) for row in rows.values()] == [3, 5]
     assert from_lengths(n.float()).dtype is torch.int64
+
+
+@pytest.mark.parametrize("on", ["inline", "simulated"])
+@pytest.mark.parametrize("trace", ["export", "dynamo", "opaque"])
+def test_vmap_in_a_forward(on: str, trace: str) -> None:
+    """In a graph it is functions that nothing uses the results of; Hugging Face builds masks by it."""
+    model = plain(lambda self, x, n: self.toy(torch.vmap(lambda row: row * row.sum())(x), n), toy=Toy())
+    x, lengths = batch((3, 5))
+    run = compiled(model, on, trace)
+    for _ in range(2):
+        assert values(run(x, lengths)["audio"]) == cut(model(x, lengths)["audio"], [3, 5])

@@ -31,6 +31,30 @@ def test_a_deeply_nested_submodule_and_an_output_that_nobody_returns(trace: str)
         assert step.result().item() == pytest.approx((x * 2 + 1).sum().item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("trace", ["export", "dynamo", "opaque"])
+@pytest.mark.parametrize(
+    "name", ["class", "None", 'quo"te', "back\\slash", "new\nline", "0", "a b", "é", "self", "torch"]
+)
+def test_submodules_and_parameters_of_any_name(trace: str, name: str) -> None:
+    """torch.fx writes some of them as they are, and then cannot read its own code."""
+    held = nn.ModuleDict({name: nn.Linear(5, 5)})
+    held[name].register_parameter(name, nn.Parameter(torch.ones(5)))
+    held[name].register_buffer(f"{name}_", torch.ones(5))
+    model = plain(
+        lambda self, x, n: self.toy(
+            self.held[name](x) * getattr(self.held[name], name) + self.held[name]._buffers[f"{name}_"], n
+        ),
+        held=held,
+        toy=Toy(),
+    )
+    x, lengths = batch((3, 5))
+    run = compiled(model, trace=trace)
+    with torch.no_grad():
+        assert values(run(x, lengths)["audio"]) == cut(model(x, lengths)["audio"], [3, 5])
+        held[name].weight.add_(1)
+        assert values(run(x, lengths)["audio"]) == cut(model(x, lengths)["audio"], [3, 5])
+
+
 @TRACES
 def test_several_submodules_with_one_name(trace: str) -> None:
     """Unique names go alone, others with their submodule."""
