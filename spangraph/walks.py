@@ -229,7 +229,18 @@ class WalkGraphs:
         self._eager.clear()
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallSpec, list[Tensor]]:
-        return split_call(*normalise_call(self._signature, args, kwargs, self.name))
+        """The call, and its tensors.
+
+        Raises:
+            InputError: for what is no input.
+        """
+        call, tensors = split_call(*normalise_call(self._signature, args, kwargs, self.name))
+        if any(tensor.is_nested or tensor.is_quantized for tensor in tensors):
+            raise InputError(
+                "an input is nested or quantized: expected a strided (dense) tensor. Pad it (to_padded_tensor) and pass"
+                " its lengths, or dequantize it."
+            )
+        return call, tensors
 
     def _find(self, call: CallSpec, tensors: list[Tensor], why: str) -> tuple[Found, Signature]:
         elements = sum(tensor.numel() for tensor in tensors)
