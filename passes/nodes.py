@@ -211,6 +211,15 @@ def find_late_writes(graph: fx.Graph) -> Callable[[fx.Node, fx.Node], fx.Node | 
     return late_write
 
 
+def is_part_of(node: fx.Node, value: fx.Node) -> bool:
+    """Whether the elements of `node` are some of those of `value`: it is a view or a copy of it."""
+    source: fx.Node | None = node
+    while source is not None and source is not value:
+        is_clone = is_call(source, torch.ops.aten.clone.default)
+        source = source.all_input_nodes[0] if is_clone else aliased(source)
+    return source is value
+
+
 def clone_of(node: fx.Node) -> fx.Node:
     """A new node at the graph's insertion point: a copy of `node` in memory of its own."""
     clone = node.graph.call_function(torch.ops.aten.clone.default, (node,))

@@ -22,7 +22,7 @@ from spangraph.host_state import storage_key
 from spangraph.launch import Launch
 from spangraph.passes.insert_staging import Copied, insert_staging_node
 from spangraph.passes.marks import Mark, public_names
-from spangraph.passes.nodes import result_nodes, val
+from spangraph.passes.nodes import is_part_of, result_nodes, storage_roots, val, written
 from spangraph.passes.prepare import Prepared, prepare_graph
 from spangraph.passes.run_on_host import graph_method, host_method
 from spangraph.rows import Cut, Rows
@@ -345,8 +345,8 @@ class SignatureBuilder:
             """The cut as it is copied, if it is."""
             nonlocal may_overflow
             option = self._copy_of(cut.name, mark_of[cut.name])
-            if option.dtype is not None and cut.label != cut.name and not cut.dtype.is_floating_point:
-                option = replace(option, dtype=None)  # a mask that derives from the audio is no audio
+            if option.dtype is not None and not is_part_of(results[cut.output], mark_of[cut.name].value):
+                option = replace(option, dtype=None)  # what is computed from the audio, levels or a mask, is no audio
             if option.to == "view":
                 return cut
             key = cut.output, cut.column, cut.span_map, option
@@ -411,6 +411,7 @@ class SignatureBuilder:
     ) -> tuple[Callable[[Step, Launch], Any], Callable[[Step, Launch], Any]]:
         """Functions that build a step's result in the model's own output structure: with rows, and with owned rows."""
         trace, prepared, backend = signature.trace, signature.prepared, self._backend
+        of_inputs = _of_inputs(prepared.gm.graph)
 
         def constant(step: Step, launch: Launch, value: Any) -> Any:
             return value
@@ -429,14 +430,20 @@ class SignatureBuilder:
         def whole(step: Step, launch: Launch, index: int) -> Tensor:
             return real(step.output(index), launch)
 
+        def table(step: Step, launch: Launch, index: int) -> Tensor:
+            return step.output(index)  # no row of it is one of the batch's
+
         def cloned(step: Step, launch: Launch, index: int) -> Tensor:
             return real(step.output(index), launch).clone()
+
+        def cloned_table(step: Step, launch: Launch, index: int) -> Tensor:
+            return step.output(index).clone()
 
         def staged(step: Step, launch: Launch, column: tuple[str, Sequence[int]]) -> Tensor:
             return real(step.staged(*column).to(backend.device), launch)
 
         rows = noted if backend.static else Rows
-        own_whole = cloned if backend.static or self._debug else whole
+        clones = backend.static or self._debug
         views: list[Leaf] = []
         owns: list[Leaf] = []
         for leaf in trace.out_leaves:
@@ -448,13 +455,25 @@ class SignatureBuilder:
                 made, own = (rows, cut), (owned, cut)
             elif leaf in outputs.keep:
                 index = outputs.keep.index(leaf)
-                made, own = (whole, index), (own_whole, index)
+                deliver, clone = (whole, cloned) if prepared.results[leaf] in of_inputs else (table, cloned_table)
+                made, own = (deliver, index), (clone if clones else deliver, index)
             else:
                 mark = prepared.marks[prepared.staged_outputs[leaf]]
                 made = own = (staged, (column_of[mark.staged], val(mark.staged).shape))
             views.append(made)
             owns.append(own)
         return trace.result_maker(views), trace.result_maker(owns)
+
+
+def _of_inputs(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose values depend on the inputs."""
+    found: set[fx.Node] = set()
+    roots = storage_roots(graph)
+    for node in graph.nodes:
+        if node.op == "placeholder" or not found.isdisjoint(node.all_input_nodes) or roots[node] in found:
+            found.add(node)
+            found.update(roots[target] for target in written(node))
+    return found
 
 
 def _place(outputs: _Outputs, regions: Sequence[Region]) -> _Outputs:

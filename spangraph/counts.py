@@ -30,7 +30,7 @@ class Counts:
         nans: NaNs that a cast to PCM met, but for outputs that did not fit (`Rows.nans` counts those, too).
         withheld, bad_spans: rows of an output that were found to be withheld, and to have a bad span, when somebody
             looked at them; each once.
-        waits: steps whose spans were read after a wait, long or short.
+        waits: steps whose spans were read after a wait, long or short; inline, where none waits, at the launch.
         wait_times: how long those took: a bin per `WAIT_BOUNDS` (10 us, 100 us, ... 1 s), and one for more.
     """
 

@@ -148,7 +148,8 @@ class Marking:
     ) -> None:
         if (key, name) in self.infos:
             raise DeclarationError(
-                f"SG108 {declaration}: {name!r} is declared twice for one call; use different names."
+                f"SG108 {declaration}: {name!r} is declared twice for one call; use different names. (declare() changes"
+                " the module itself: call it once.)"
             )
         self.infos[key, name] = MarkInfo(key, declaration.fqn, name, span, declaration.where)
         if spans is not None:

@@ -174,10 +174,18 @@ class Ring:
             if not wait and not self._is_settling(tails):
                 raise RingFullError(problem)
             if deadline is not None and time.monotonic() > deadline:
-                raise StepTimeoutError(f"no room for a launch within {timeout} s: {problem}\n{self.describe()}")
+                raise StepTimeoutError(
+                    f"no room for a launch within {timeout} s, which another thread must make: {problem}\n"
+                    f"{self.describe()}"
+                )
             warn_at = warn_at or time.monotonic() + _WARN_AFTER
             if time.monotonic() > warn_at:
-                _logger.warning("a launch has waited %g s for room: %s\n%s", _WARN_AFTER, problem, self.describe())
+                _logger.warning(
+                    "a launch has waited %g s for room, which another thread must make: %s\n%s",
+                    _WARN_AFTER,
+                    problem,
+                    self.describe(),
+                )
                 warn_at = inf
             self._waiters += 1
             try:

@@ -206,7 +206,10 @@ def from_lengths(lengths: Tensor, *, start: Tensor | int = 0) -> Tensor:
         DeclarationError: if `lengths` is not a tensor, is bool or complex, or has no row dim; or if `start` is no int.
     """
     if not isinstance(lengths, Tensor):
-        raise DeclarationError(f"from_lengths needs a tensor on the model's device, got {type(lengths).__name__}.")
+        raise DeclarationError(
+            f"from_lengths needs a tensor on the model's device, got {type(lengths).__name__}: a number there is a host"
+            " read (.item(), .tolist()), which stalls and cannot be captured. Pass the tensor itself."
+        )
     if lengths.dtype is torch.bool or lengths.is_complex():
         raise DeclarationError(f"from_lengths got {lengths.dtype} lengths: for a mask use from_mask.")
     if lengths.ndim < 1:

@@ -189,10 +189,12 @@ class Tail:
         if name is None and len(self._cuts) == 1:
             return next(iter(self._cuts.values()))
         if name is None or name not in self._cuts:
-            asked = "one name" if name is None else repr(name)
+            if name is None and self._cuts:
+                raise RowLookupError(f"this step has several spanned outputs: name one of {sorted(self._cuts)}.")
+            asked = "" if name is None else f" for {name!r}"
             raise RowLookupError(
-                f"no spanned output for {asked}; this step has {sorted(self._cuts)}. A module that returns no spans"
-                " has its outputs delivered whole: see result()."
+                f"no spanned output{asked}; this step has {sorted(self._cuts)}. A module that returns no spans has its"
+                " outputs delivered whole: see result()."
             )
         return self._cuts[name]
 

@@ -188,6 +188,7 @@ class Weights:
         probe_all: bool = False,
     ) -> None:
         _install()
+        self._model, self._training = model, model.training
         self._probe_all = probe_all
         self._literals = [(name, buffers[name], number) for buffers, name, number in literals]
         self._versioned = [buffer for _, buffer, _ in self._literals if not buffer.is_inference()]
@@ -219,7 +220,9 @@ class Weights:
 
     def are_suspect(self) -> bool:
         """Whether there is something to `check`, in a time that does not grow with the model. Runs at every launch."""
-        if self._seen != _replacements or self._probe_all or (self._literals and self._have_literals_moved()):
+        if self._seen != _replacements or self._probe_all or self._model.training is not self._training:
+            return True
+        if self._literals and self._have_literals_moved():
             return True
         box, size, last, probes = next(self._turns)
         try:
@@ -250,6 +253,8 @@ class Weights:
                 stale.setdefault("added", []).extend(f"{prefix}{key}" for key in names if key not in keys)
                 if set(names) == set(keys):
                     stale.setdefault("reordered", []).append(f"{prefix}{kind}")
+        if self._model.training is not self._training:
+            stale["switched to " + ("eval" if self._training else "train") + " mode"] = ["the model"]
         if what := " and ".join(_named(found, how) for how, found in stale.items() if found):
             self._seen = -1  # so that the next launch finds it too
             raise StaleGraphError(

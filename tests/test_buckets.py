@@ -175,6 +175,32 @@ def test_inputs_in_a_class_without_keys_are_counted() -> None:
         assert values(run(Pair(x, x), torch.tensor([3, 1])).outputs["audio"]) == values({0: x[0] * 2, 1: x[1, :1] * 2})
 
 
+@BACKENDS
+def test_a_table_of_as_many_rows_as_the_bucket_is_not_cut(on: str) -> None:
+    """Where a graph shows that it does not depend on the inputs. The mirrored case: rows that are written into a buffer."""
+
+    class Tables(Spanned):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.arange(12.0).view(4, 3))
+            self.register_buffer("cache", torch.zeros(4))
+
+        def forward(self, mel: Tensor, lengths: Tensor) -> SpannedOutput:
+            if len(mel) == 4:
+                self.cache.copy_(mel.sum((1, 2)))
+            outputs = {"table": self.table * 2, "constant": self.table, "cache": self.cache}
+            return self.spanned(mel.mean(1), lengths, **outputs)
+
+    run = bucketed(Tables(), on, trace="export")
+    for bs in (3, 4):
+        mel, lengths = mels(bs, 10)
+        with run.launch(mel, lengths) as step:
+            result = step.result().outputs
+            assert [len(result[name]) for name in ("table", "constant", "cache")] == [4, 4, bs]
+            assert torch.allclose(result["cache"], mel.sum((1, 2)))
+            assert torch.equal(result["constant"] * 2, result["table"])
+
+
 def test_a_whole_output_of_another_size_is_not_cut() -> None:
     def forward(self: Spanned, x: Tensor, n: Tensor) -> SpannedOutput:
         return self.spanned(x, n, table=x.sum(0), rows=x.sum(1))

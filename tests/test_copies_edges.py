@@ -153,21 +153,26 @@ def test_a_view_beside_a_small_copy_is_refused_at_once() -> None:
     assert step.rows("b")[1].equal(x[1, :20] * 3)
 
 
-def test_a_mask_that_derives_from_the_audio_is_not_cast() -> None:
+def test_what_is_computed_from_the_audio_is_not_cast() -> None:
+    """A mask, or levels, which PCM would clip; parts and copies of it are."""
+
     class Voiced(nn.Module):
         def spanned_outputs(self, walk: str) -> tuple[str, ...]:
             return ("audio",)
 
         def forward(self, x: Tensor, n: Tensor) -> SpannedOutput:
             y = x * 2
-            return SpannedOutput({"audio": y, "voiced": y > 0, "half": y / 2}, {"audio": from_lengths(n)})
+            outputs = {"audio": y, "voiced": y > 0, "level": y.abs().log(), "part": y[:, ::2], "copy": y.clone()}
+            return SpannedOutput(outputs, {"audio": from_lengths(n)})
 
     run = compiled(Voiced(), "simulated", "export", copies={"audio": Copy("host", dtype=torch.int16)})
     x, n = batch((3, 5))
     with run.launch(x, n) as step:
         out = step.result().outputs
-        assert [out[name][1].dtype for name in ("audio", "voiced", "half")] == [torch.int16, torch.bool, torch.int16]
+        assert {name for name in out if out[name][1].dtype is torch.int16} == {"audio", "part", "copy"}
         assert out["voiced"][1].equal(x[1] > 0)
+        assert out["level"][1].equal((x[1] * 2).abs().log())
+        assert out["part"][1].equal(out["audio"][1][::2])
 
 
 def test_names_and_keys_of_copies() -> None:

@@ -300,5 +300,5 @@ def test_a_graph_may_stage_some_of_the_declared_outputs() -> None:
         graph.replay()
     assert_rows(step.rows("audio"), {0: audio[0, :2], 1: audio[1, 1:]})
     assert_rows(step.rows("image"), {0: image[0, :3, 1:2], 1: image[1, 1:2]})
-    with pytest.raises(spangraph.RowLookupError, match=r"no spanned output for one name; this step has \['audio', 'im"):
+    with pytest.raises(spangraph.RowLookupError, match=r"several spanned outputs: name one of \['audio', 'im"):
         step.rows()

@@ -595,3 +595,21 @@ def test_all_parameters_of_a_module_at_once(on: str) -> None:
     nn.Linear(1, 1)  # registers parameters, as whoever loads weights does
     with pytest.raises(StaleGraphError, match=r"net\._parameters was replaced"):
         run(torch.randn(1, 2))
+
+
+@BACKENDS
+def test_a_switch_of_mode_is_noticed(on: str) -> None:
+    """Dropout would go on in a graph that was traced in train mode."""
+    model = Optional().train()
+    x, n = batch((3, 5))
+    refusing, recapturing = compiled(model, on, "export"), compiled(model, on, "export", on_stale="recapture")
+    for run in (refusing, recapturing):
+        run(x, n)
+    model.eval()
+    recapturing(x, n)
+    assert recapturing.counts.reasons["weights replaced"] == 1
+    for _ in range(2):
+        with pytest.raises(StaleGraphError, match="^the model was switched to eval mode after the trace"):
+            refusing(x, n)
+    model.train()
+    refusing(x, n)

@@ -264,5 +264,5 @@ def test_row_values_are_a_copy() -> None:
     assert torch.equal(step.row_values("stop"), stop)
     with pytest.raises(RowLookupError, match=r"no row value 'audio'; this step has \['stop', 'top'\]"):
         step.row_values("audio")
-    with pytest.raises(RowLookupError, match="no spanned output for one name"):
+    with pytest.raises(RowLookupError, match=r"no spanned output; this step has \[\]"):
         step.rows()

@@ -69,7 +69,7 @@ def test_several_submodules_with_one_name(trace: str) -> None:
         assert values(step.rows("image")) == cut(b(x).detach(), [2, 2])
         with pytest.raises(KeyError, match=r"no spanned output for 'audio'; this step has \['a.audio', 'c.audio'"):
             step.rows("audio")
-        with pytest.raises(KeyError, match="no spanned output for one name"):
+        with pytest.raises(KeyError, match="several spanned outputs: name one of"):
             step.rows()
 
 
