@@ -85,8 +85,8 @@ def compile(
             a cast for the declared value alone, and views and copies of it.
         buckets: sizes of named input dims, `{"batch": (1, 2, 4, 8), "frames": (50, 100, 200)}`: a launch takes the
             smallest that fits and pads its inputs. `"batch"` is the rows: those that were added never surface, and
-            whole outputs of as many rows as the bucket are cut to the real ones, but for what an export shows to depend on
-            no input, as a table. Other dims stay padded, up to spans.
+            whole outputs of as many rows as the bucket are cut to the real ones, but for a table, which an export shows
+            to depend on no input. Other dims stay padded, up to spans.
         dims: which dims of which inputs these are: path of an input -> dim -> name, `{"mel": {0: "batch", 2: "frames"},
             "lengths": {0: "batch"}}`. By default dim 0 of every tensor is `"batch"`.
         pad_values: path of an input -> what its padding holds, default 0.

@@ -177,7 +177,7 @@ def test_inputs_in_a_class_without_keys_are_counted() -> None:
 
 @BACKENDS
 def test_a_table_of_as_many_rows_as_the_bucket_is_not_cut(on: str) -> None:
-    """Where a graph shows that it does not depend on the inputs. The mirrored case: rows that are written into a buffer."""
+    """Where a graph shows that it depends on no input. The mirrored case: rows that are written into a buffer."""
 
     class Tables(Spanned):
         def __init__(self) -> None:

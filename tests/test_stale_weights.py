@@ -609,7 +609,7 @@ def test_a_switch_of_mode_is_noticed(on: str) -> None:
     recapturing(x, n)
     assert recapturing.counts.reasons["weights replaced"] == 1
     for _ in range(2):
-        with pytest.raises(StaleGraphError, match="^the model was switched to eval mode after the trace"):
+        with pytest.raises(StaleGraphError, match=r"^the model was switched to eval mode after the trace"):
             refusing(x, n)
     model.train()
     refusing(x, n)
