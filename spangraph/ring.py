@@ -212,15 +212,19 @@ class Ring:
         counts.launches += 1
         counts.rows += num_rows
         counts.padding_rows += tail.num_rows - num_rows
-        if backend.synchronous and not launch.is_released:
+        if not backend.synchronous or launch.is_released:
+            return event
+        if tail.buffer is None and tail.is_leased:  # nothing to read
+            launch.is_read = True
+        else:
             try:
                 self._read(launch)
             except StagingError as error:
                 # Whoever waits gets it. Its traceback leads to the frames of this launch's caller.
                 error.__traceback__ = None
-            else:
-                counts.waits += 1
-                counts.wait_times[0] += 1
+                return event
+        counts.waits += 1
+        counts.wait_times[0] += 1
         return event
 
     def abort(self, launch: Launch) -> None:
