@@ -428,7 +428,8 @@ class SignatureBuilder:
             return value[:real] if real < num_rows and value.shape[:1] == (num_rows,) else value
 
         def whole(step: Step, launch: Launch, index: int) -> Tensor:
-            return real(step.output(index), launch)
+            value = step.output(index)
+            return value if launch.num_rows == num_rows else real(value, launch)
 
         def table(step: Step, launch: Launch, index: int) -> Tensor:
             return step.output(index)  # no row of it is one of the batch's
