@@ -4,6 +4,7 @@
 more. `_calls` counts Python's functions and those of C: operators, and methods of tensors.
 """
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -51,11 +52,14 @@ def _calls(fn: Callable[[], object]) -> int:
         elif event in ("call", "c_call") and not graphs:
             count += 1
 
+    gc.collect()  # of what other tests have left, whose finalisers would be counted
+    gc.disable()
     sys.setprofile(profile)
     try:
         fn()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count - 1  # setprofile itself
 
 
