@@ -104,7 +104,9 @@ def test_a_launch_can_wait_for_room() -> None:
 def test_waiting_for_room_has_a_timeout() -> None:
     engine = Engine()
     step = engine.launch(Batch.random())
-    with pytest.raises(StepTimeoutError, match=r"no room for a launch within 0\.01 s, which .*: depth=1.*\n.*ring: depth 1"):
+    with pytest.raises(
+        StepTimeoutError, match=r"no room for a launch within 0\.01 s, which .*: depth=1.*\n.*ring: depth 1"
+    ):
         engine.launch(Batch.random(), wait=True, timeout=0.01)
     step.release()
     batch = Batch.random()
