@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from spangraph.errors import TraceError
-from spangraph.passes.nodes import output_node, placeholders
+from spangraph.passes.nodes import placeholders, result_nodes
 
 # Names that torch.fx puts into its code as they are, where they are none.
 _UNWRITABLE = re.compile(rf"""["\\\x00-\x1f]|(^|\.)({"|".join(keyword.kwlist)})(\.|$)""")
@@ -45,10 +45,9 @@ def unlift(exported: ExportedProgram) -> fx.GraphModule:
     for node in gm.graph.nodes:
         if node.op not in ("placeholder", "output"):
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    out = output_node(gm.graph)
     results: list[Any] = []
     written: dict[Any, fx.Node] = {}
-    for value, spec in zip(out.args[0], signature.output_specs, strict=True):  # type: ignore[arg-type]
+    for value, spec in zip(result_nodes(gm.graph), signature.output_specs, strict=True):
         if spec.kind in _MUTATIONS:
             args = named[str(spec.target)], copies[value]
             written[value] = graph.call_function(torch.ops.aten.copy_.default, args)

@@ -427,24 +427,19 @@ class SignatureBuilder:
             real = launch.num_rows
             return value[:real] if real < num_rows and value.shape[:1] == (num_rows,) else value
 
-        def whole(step: Step, launch: Launch, index: int) -> Tensor:
+        def whole(step: Step, launch: Launch, kept: tuple[int, bool]) -> Tensor:
+            index, is_table = kept
             value = step.output(index)
-            return value if launch.num_rows == num_rows else real(value, launch)
+            return value if is_table else real(value, launch)
 
-        def table(step: Step, launch: Launch, index: int) -> Tensor:
-            return step.output(index)  # no row of it is one of the batch's
-
-        def cloned(step: Step, launch: Launch, index: int) -> Tensor:
-            return real(step.output(index), launch).clone()
-
-        def cloned_table(step: Step, launch: Launch, index: int) -> Tensor:
-            return step.output(index).clone()
+        def cloned(step: Step, launch: Launch, kept: tuple[int, bool]) -> Tensor:
+            return whole(step, launch, kept).clone()
 
         def staged(step: Step, launch: Launch, column: tuple[str, Sequence[int]]) -> Tensor:
             return real(step.staged(*column).to(backend.device), launch)
 
         rows = noted if backend.static else Rows
-        clones = backend.static or self._debug
+        own_whole = cloned if backend.static or self._debug else whole
         views: list[Leaf] = []
         owns: list[Leaf] = []
         for leaf in trace.out_leaves:
@@ -455,9 +450,8 @@ class SignatureBuilder:
             elif (cut := outputs.cuts.get(leaf)) is not None:
                 made, own = (rows, cut), (owned, cut)
             elif leaf in outputs.keep:
-                index = outputs.keep.index(leaf)
-                deliver, clone = (whole, cloned) if prepared.results[leaf] in of_inputs else (table, cloned_table)
-                made, own = (deliver, index), (clone if clones else deliver, index)
+                kept = outputs.keep.index(leaf), prepared.results[leaf] not in of_inputs
+                made, own = (whole, kept), (own_whole, kept)
             else:
                 mark = prepared.marks[prepared.staged_outputs[leaf]]
                 made = own = (staged, (column_of[mark.staged], val(mark.staged).shape))

@@ -16,16 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from spangraph.backends import (
-    Backend,
-    Event,
-    Graph,
-    Pinned,
-    checked_compiler,
-    debug_enabled,
-    poison_of,
-    writable,
-)
+from spangraph.backends import Backend, Event, Graph, Pinned, checked_compiler, debug_enabled, poison_of, writable
 from spangraph.errors import CaptureError, InputError, SpangraphError
 
 T = TypeVar("T")

@@ -395,6 +395,10 @@ class Ring:
             launch.copy_slot = None
         self._cursor_in_doubt = True
         launch.is_released = launch.is_dropped = True
+        self._end(launch)
+
+    def _end(self, launch: Launch) -> None:
+        """The step takes no room any more."""
         self._live.pop(launch, None)
         self._leave_outputs(launch)
         if self._waiters:
@@ -541,15 +545,10 @@ class Ring:
             self._retire(launch)
         if launch.slot is not None:
             self._dying.append(launch)
-        self._live.pop(launch, None)
         if launch.copy_slot is not None:
             self._free_copies.append(launch.copy_slot)
             launch.copy_slot = None
-        if tail.occupant is launch:
-            tail.occupant = None
-        launch.outputs = ()
-        if self._waiters:
-            self._changed.notify_all()
+        self._end(launch)
 
     def _retire(self, launch: Launch) -> None:
         """Poison outputs and copies once their readers are done, and let the next launch wait for all of them."""

@@ -172,7 +172,8 @@ def structure_maker(spec: pytree.TreeSpec, leaves: Sequence[Leaf]) -> Callable[[
         return f"{named(unflatten)}([{', '.join(children)}], {named(spec.context)})"
 
     try:
-        return eval(f"lambda step, launch: {expression(spec)}", names)  # type: ignore[no-any-return]
+        make_structure: Callable[[Any, Any], Any] = eval(f"lambda step, launch: {expression(spec)}", names)
+        return make_structure
     except (SyntaxError, RecursionError, MemoryError):  # nested deeper than an expression may be
         return lambda step, launch: pytree.tree_unflatten([make(step, launch, what) for make, what in leaves], spec)
 
