@@ -160,54 +160,61 @@ class Compiled:
             TraceError, HostReadError, DeclarationError, CaptureError: at a signature's first launch.
             and whatever the model raises; later launches are not affected.
         """
-        scope = None
         if profiler._is_profiler_enabled or self._backend.always_ranges:
-            scope = self._backend.range("spangraph.launch")
-            scope.__enter__()
-        try:
-            # This runs at every step, so it is written to call little.
-            ring = self._ring
-            if Tracing.thread is not None:
-                refuse_nested()
-            with ring.lock:
-                if ring.is_closed:
-                    raise ClosedError("launch on a closed object: compile the model again.")
-                graphs = self._default if walk is None else self._walks.get(walk)
-                if graphs is None:
-                    graphs = self._graphs_of(walk)
-                found, signature, leaves = graphs.find(args, kwargs)
-                if (weights := signature.weights) is not None and weights.are_suspect() and self._drop_stale(signature):
-                    found, signature, leaves = graphs.find(args, kwargs, "weights replaced")
-                tails = signature.tails
-                if rows is None and num_rows is None:
-                    ids, real = None, tails[0].num_rows if found.batch is None else found.batch
-                else:
-                    ids, real = tails[0].check_rows(rows, num_rows, found.batch)
-                if self._backend.static:
-                    with self._backend.guard():
-                        launch = ring.reserve(tails, ids, real, wait=wait, timeout=timeout)
-                        self._replay(signature, launch, leaves)
-                else:
+            with self._backend.range("spangraph.launch"):
+                return self._launch(args, kwargs, walk, rows, num_rows, wait, timeout)
+        return self._launch(args, kwargs, walk, rows, num_rows, wait, timeout)
+
+    def _launch(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        walk: str | None,
+        rows: Sequence[Hashable] | None,
+        num_rows: int | None,
+        wait: bool,
+        timeout: float | None,
+    ) -> Step:
+        # This runs at every step, so it is written to call little.
+        ring = self._ring
+        if Tracing.thread is not None:
+            refuse_nested()
+        with ring.lock:
+            if ring.is_closed:
+                raise ClosedError("launch on a closed object: compile the model again.")
+            graphs = self._default if walk is None else self._walks.get(walk)
+            if graphs is None:
+                graphs = self._graphs_of(walk)
+            found, signature, leaves = graphs.find(args, kwargs)
+            if (weights := signature.weights) is not None and weights.are_suspect() and self._drop_stale(signature):
+                found, signature, leaves = graphs.find(args, kwargs, "weights replaced")
+            tails = signature.tails
+            if rows is None and num_rows is None:
+                ids, real = None, tails[0].num_rows if found.batch is None else found.batch
+            else:
+                ids, real = tails[0].check_rows(rows, num_rows, found.batch)
+            if self._backend.static:
+                with self._backend.guard():
                     launch = ring.reserve(tails, ids, real, wait=wait, timeout=timeout)
-                    try:
-                        inputs = leaves if found.strides is signature.strides else _inputs(signature, found, leaves)
-                        instance = signature.instances[tails.index(launch.tail)]
-                        ring.commit(launch, run(signature.trace, instance.forward, inputs))
-                    except BaseException:
-                        ring.abort(launch)
-                        raise
-                counts = signature.counts
-                counts.elements += found.elements
-                counts.padding_elements += signature.num_elements - found.elements
-                if found.reason:
-                    counts.misses += 1
-                    counts.reasons[found.reason] = counts.reasons.get(found.reason, 0) + 1
-                else:
-                    counts.hits += 1
-            return Step(ring, launch, signature.results)
-        finally:
-            if scope is not None:
-                scope.__exit__(None, None, None)
+                    self._replay(signature, launch, leaves)
+            else:
+                launch = ring.reserve(tails, ids, real, wait=wait, timeout=timeout)
+                try:
+                    inputs = leaves if found.strides is signature.strides else _inputs(signature, found, leaves)
+                    instance = signature.instances[tails.index(launch.tail)]
+                    ring.commit(launch, run(signature.trace, instance.forward, inputs))
+                except BaseException:
+                    ring.abort(launch)
+                    raise
+            counts = signature.counts
+            counts.elements += found.elements
+            counts.padding_elements += signature.num_elements - found.elements
+            if found.reason:
+                counts.misses += 1
+                counts.reasons[found.reason] = counts.reasons.get(found.reason, 0) + 1
+            else:
+                counts.hits += 1
+        return Step(ring, launch, signature.results)
 
     def _replay(self, signature: Signature, launch: Launch, leaves: Sequence[Tensor]) -> None:
         """Enqueue the launch's graph on its inputs."""
