@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -325,6 +326,9 @@ class SignatureBuilder:
         cuts: dict[int, Cut] = {}
         for plan in prepared.cuts:
             cut = by_name[names[plan.mark]]
+            if plan.output == cut.output and plan.span_map == cut.span_map:
+                cuts[plan.output] = cut
+                continue
             own = trace.leaf_names[plan.output] if plan.output < len(trace.leaf_names) else ""
             label = cut.name if plan.output == cut.output or not own else f"{cut.name} (output {own})"
             shape = list(val(results[plan.output]).shape)
@@ -474,6 +478,7 @@ def _of_inputs(graph: fx.Graph) -> set[fx.Node]:
 def _place(outputs: _Outputs, regions: Sequence[Region]) -> _Outputs:
     """The same with regions where the copy slots have them, and outputs counted as the graph returns them."""
 
+    @functools.cache
     def place(cut: Cut) -> Cut:
         output = outputs.keep.index(cut.output) if cut.output in outputs.keep else -1
         return replace(cut, output=output, region=None if cut.region is None else regions[cut.region.index])

@@ -17,6 +17,7 @@ from spangraph.errors import InputError, StagingError, StaleStepError
 from spangraph.slots import Region
 
 if TYPE_CHECKING:
+    from spangraph.rows import Cut, Grid
     from spangraph.tail import Tail
 
 _logger = logging.getLogger("spangraph")
@@ -57,6 +58,8 @@ class Launch:
         self.copy_slot = copy_slot  # None: nothing is copied, or the lease has ended
         self.row_ids = row_ids
         self.num_rows = num_rows
+        self.columns: dict[str, memoryview] = {}  # of `words`, those that somebody has asked for
+        self.grids: dict[Cut, Grid | None] = {}  # how rows of its outputs are made, likewise
 
     def crop(self, region: Region, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """What lies in its copy slot from byte `offset` of a region on.

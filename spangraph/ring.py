@@ -154,6 +154,8 @@ class Ring:
             control[base] = generation  # last: a record is never half of one and half of another
             self._next = generation + 1
         self._live[launch] = None
+        if is_static:
+            launch.grids = tail.grids
         if is_static and (tail.holds_outputs or tail.may_overflow):
             tail.occupant = launch
         self._reserved = launch
@@ -223,6 +225,8 @@ class Ring:
                 # Whoever waits gets it. Its traceback leads to the frames of this launch's caller.
                 error.__traceback__ = None
                 return event
+        if not self.debug:  # then it is asked who takes which row
+            tail.prepare(launch)
         counts.waits += 1
         counts.wait_times[0] += 1
         return event
@@ -408,7 +412,7 @@ class Ring:
         """Let the graph's next replay overwrite its outputs."""
         if launch.tail.occupant is launch:
             launch.tail.occupant = None
-        launch.outputs = ()
+        launch.outputs, launch.grids = (), {}
 
     # ---- a step's end --------------------------------------------------------------------------------------------
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import operator
 import weakref
-from collections.abc import Hashable, ItemsView, Iterator, Mapping, Sequence, ValuesView
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, ItemsView, Iterator, Mapping, Sequence, ValuesView
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +31,27 @@ Entry = Any
 Window = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
+class Grid(NamedTuple):
+    """What all rows of an output have in common that are views which one operator makes each.
+
+    Attributes:
+        as_strided: of the output.
+        shape, strides: of a padded row.
+        dim, width, stride: the spanned one of its dims.
+        first, row_stride: where the output's rows begin, in elements.
+    """
+
+    as_strided: Callable[..., Tensor]
+    shape: Sequence[int]
+    strides: Sequence[int]
+    dim: int
+    width: int
+    stride: int
+    first: int | torch.SymInt
+    row_stride: int
+
+
+@dataclass(frozen=True, eq=False)
 class Cut:
     """How one output tensor of a graph is cut.
 
@@ -48,6 +67,8 @@ class Cut:
         dtype: of the delivered rows.
         casts: whether they are int16 PCM made of floats.
         region: where a copy slot holds them; None if they are views.
+        single_width: width of the spanned dim where a row has one span, which holds in this output as it is; else -1.
+        single_dim: the spanned dim of a row whose view one operator makes; else -1.
     """
 
     name: str
@@ -61,6 +82,14 @@ class Cut:
     dtype: torch.dtype
     casts: bool = False
     region: Region | None = None
+    single_width: int = field(init=False, repr=False)
+    single_dim: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        has_one = self.span.words_per_row == 2 and self.span_map.is_identity
+        is_plain = has_one and self.region is None and not self.dtype.is_complex and self.span_map.row_dim == 0
+        object.__setattr__(self, "single_width", self.widths[0] if has_one else -1)
+        object.__setattr__(self, "single_dim", self.span_map.row_dims[0] if is_plain else -1)
 
     def windows(self, words: Sequence[int], position: int) -> list[Window]:
         """A row's parts in this output that are not empty, in the order of its spans.
@@ -94,16 +123,22 @@ class Cut:
                 found.append(tuple(window))
         return found
 
-    @functools.cached_property
-    def single_width(self) -> int:
-        """Width of the spanned dim where a row has one span, which holds in this output as it is; else -1."""
-        return self.widths[0] if self.span.words_per_row == 2 and self.span_map.is_identity else -1
-
-    @functools.cached_property
-    def single_dim(self) -> int:
-        """The spanned dim of a row whose view one operator makes; else -1."""
-        is_plain = self.single_width >= 0 and self.region is None and not self.dtype.is_complex
-        return self.span_map.row_dims[0] if is_plain and self.span_map.row_dim == 0 else -1
+    def grid(self, padded: Tensor) -> Grid | None:
+        """How rows of this output are made; None if there is more to do than one operator."""
+        dim = self.single_dim
+        if dim < 0 or padded.is_neg():
+            return None
+        strides, first = padded.stride(), padded.storage_offset()
+        return Grid(
+            padded.as_strided,
+            self.row_shape,
+            strides[1:],
+            dim,
+            self.single_width,
+            strides[dim + 1],
+            first,
+            strides[0],
+        )
 
     @property
     def source_dims(self) -> tuple[int, ...]:
@@ -152,7 +187,7 @@ class Rows(Mapping[Hashable, Entry]):
     in the graph's output or in a ring (see `Copy`), is made when asked for, and is valid until the step is released;
     `own()` gives copies. With several spans per row an entry is a tuple of tensors. Withheld rows (empty spans) are
     absent. `rows[row_id]` raises `SpanError` for a row whose span is bad, and iteration yields all good rows before it
-    raises once, naming every bad one.
+    raises once, naming every bad one. `items()` and `values()` make all rows at once.
     """
 
     # Of the class until they are needed, as some are made at every step.
@@ -216,11 +251,15 @@ class Rows(Mapping[Hashable, Entry]):
 
     def items(self) -> ItemsView[Hashable, Entry]:
         """Row ids and rows."""
-        return _Items(self)
+        bad: list[SpanError] = []
+        rows = self._entries(bad, self._launch.row_ids)
+        return _Items(self) if bad else rows.items()
 
     def values(self) -> ValuesView[Entry]:
         """The rows."""
-        return _Values(self)
+        bad: list[SpanError] = []
+        rows = self._entries(bad)
+        return _Values(self) if bad else rows.values()
 
     def __len__(self) -> int:
         """Number of rows that iteration yields."""
@@ -277,7 +316,6 @@ class Rows(Mapping[Hashable, Entry]):
         """
         if self._owned is not None:
             return self
-        self._check_lease()
         owned = self._copies()
         nans = {position: self._count_nans(position) for position in owned} if self._cut.casts else None
         self._check_lease()  # still: a release meanwhile may have let a later step write what was copied
@@ -324,14 +362,15 @@ class Rows(Mapping[Hashable, Entry]):
     # ---- tensors -------------------------------------------------------------------------------------------------
 
     def _entry(self, position: int) -> Entry | None:
-        if (padded := self._plain()) is not None and not self._launch.withheld:
-            cut, words = self._cut, self._words()
+        launch = self._launch
+        if (grid := self._grid()) is not None and not launch.withheld:
+            words = self._words()
             start, end = words[2 * position], words[2 * position + 1]
-            if 0 <= start < end <= cut.single_width:
-                dim, strides, shape = cut.single_dim, padded.stride(), list(cut.row_shape)
-                shape[dim] = end - start
-                first = padded.storage_offset() + position * strides[0] + start * strides[dim + 1]
-                return padded.as_strided(shape, strides[1:], first)
+            if 0 <= start < end <= grid.width:
+                shape = list(grid.shape)
+                shape[grid.dim] = end - start
+                first = grid.first + position * grid.row_stride + start * grid.stride
+                return grid.as_strided(shape, grid.strides, first)
         windows = self._windows(position)
         if not windows:
             return None
@@ -339,58 +378,51 @@ class Rows(Mapping[Hashable, Entry]):
             return self._owned[position]
         return self._as_entry(self._crops(position, windows))
 
-    def _plain(self) -> Tensor | None:
-        """The output whose rows are views that one operator makes; None if there is more to do."""
-        cut, launch = self._cut, self._launch
-        if cut.single_dim < 0 or self._owned is not None or self._step is None or self._step._ring.debug:
-            return None
-        outputs = launch.outputs  # before the check: another thread may release meanwhile
+    def _grid(self) -> Grid | None:
+        """How rows are made; None if there is more to do than one operator each.
+
+        Raises:
+            StaleStepError: after the step's release (unless the rows are owned).
+        """
+        launch, cut = self._launch, self._cut
+        grids, outputs = launch.grids, launch.outputs  # before the check: another thread may release meanwhile
         if launch.is_released:
             raise stale_error(launch)
-        padded = outputs[cut.output]
-        return None if padded.is_neg() else padded
+        if cut.single_dim < 0 or self._step is None or self._step._ring.debug:
+            return None
+        if (grid := grids.get(cut)) is None:
+            grid = grids[cut] = cut.grid(outputs[cut.output])
+        return grid
 
-    def _delivered(self, ids: Sequence[Hashable] | None, bad: list[SpanError] | None = None) -> Iterator[Any]:
-        """The delivered rows, or pairs of ids and rows. Errors of bad ones are put into `bad`, or raised at the end, as
-        one."""
-        errors: list[SpanError] = [] if bad is None else bad
-        cut, launch, padded = self._cut, self._launch, self._plain()
-        if padded is not None:  # as `_entry`, with all that is the same for all rows outside of the loop
-            words, strides, as_strided = self._words(), padded.stride(), padded.as_strided
-            shape, dim, width = list(cut.row_shape), cut.single_dim, cut.single_width
-            row, row_stride, stride, strides = padded.storage_offset(), strides[0], strides[dim + 1], strides[1:]
-            for position, (start, end) in enumerate(zip(words[::2], words[1::2], strict=True)):
-                if 0 <= start < end <= width and not launch.withheld:
-                    if launch.is_released:
-                        raise stale_error(launch)
-                    shape[dim] = end - start
-                    entry: Entry | None = as_strided(shape, strides, row + start * stride)
-                else:
-                    entry = self._entry_or_none(position, errors)
-                if entry is not None:
-                    yield entry if ids is None else (ids[position], entry)
-                row += row_stride
-        else:
+    def _entries(self, bad: list[SpanError], ids: Sequence[Hashable] | None = None) -> dict[Any, Entry]:
+        """All delivered rows, by position or by these ids. Errors of bad ones are put into `bad`.
+
+        Raises:
+            StaleStepError: after the step's release, also by another thread meanwhile (unless the rows are owned).
+        """
+        launch, cut = self._launch, self._cut
+        found: dict[Any, Entry] = {}
+        if (grid := launch.grids.get(cut) or self._grid()) is None:
             for position in range(launch.num_rows):
-                if (entry := self._entry_or_none(position, errors)) is not None:
-                    yield entry if ids is None else (ids[position], entry)
-        if bad is None:
-            _raise_bad(errors)
-
-    def _views(self, padded: Tensor) -> dict[int, Tensor]:
-        """All delivered rows at once, as `_delivered` makes them one by one, for half the time."""
-        cut, words, strides, as_strided = self._cut, self._words(), padded.stride(), padded.as_strided
-        shape, dim, width = list(cut.row_shape), cut.single_dim, cut.single_width
-        row, row_stride, stride, strides = padded.storage_offset(), strides[0], strides[dim + 1], strides[1:]
-        views, withheld = {}, self._launch.withheld
-        for position, (start, end) in enumerate(zip(words[::2], words[1::2], strict=True)):
-            if 0 <= start < end <= width and not withheld:
-                shape[dim] = end - start
-                views[position] = as_strided(shape, strides, row + start * stride)
-            elif (entry := self._entry_or_none(position, [])) is not None:
-                views[position] = entry
-            row += row_stride
-        return views
+                if (entry := self._entry_or_none(position, bad)) is not None:
+                    found[position if ids is None else ids[position]] = entry
+        else:  # as `_entry`, with all that is the same for all rows outside of the loop
+            as_strided, row_shape, strides, dim, width, stride, row, row_stride = grid
+            shape, withheld = list(row_shape), launch.withheld
+            words = iter(launch.columns.get(cut.column) or launch.tail.column(launch, cut.column))
+            for position, start in enumerate(words):
+                end = next(words)
+                if 0 <= start < end <= width and not withheld:
+                    shape[dim] = end - start
+                    entry = as_strided(shape, strides, row + start * stride)
+                else:
+                    entry = self._entry_or_none(position, bad)
+                if entry is not None:
+                    found[position if ids is None else ids[position]] = entry
+                row += row_stride
+        if launch.is_released:
+            raise stale_error(launch)
+        return found
 
     def _entry_or_none(self, position: int, bad: list[SpanError]) -> Entry | None:
         try:
@@ -408,26 +440,22 @@ class Rows(Mapping[Hashable, Entry]):
 
     def _copies(self) -> dict[int, Entry]:
         """Copies of all delivered rows, by position."""
-        padded = self._plain()
-        if padded is not None and not padded.is_cuda:
-            views = self._views(padded)
-            return dict(zip(views, clone_each(views.values()), strict=True))
-        if self._cut.region is not None:
-            entries = dict(self._delivered(range(self._launch.num_rows), []))
-            if self._cut.span.max_spans == 1:
+        cut, outputs = self._cut, self._launch.outputs  # before the check: another thread may release meanwhile
+        self._check_lease()
+        if cut.region is not None or (self._grid() is not None and not outputs[cut.output].is_cuda):
+            entries = self._entries([])
+            if cut.span.max_spans == 1:
                 return dict(zip(entries, clone_each(entries.values()), strict=True))
             copies = iter(clone_each([crop for row in entries.values() for crop in row]))
             return {position: tuple(next(copies) for _ in row) for position, row in entries.items()}
-        outputs = self._launch.outputs  # before the check: another thread may release meanwhile
-        self._check_lease()
         windows: dict[int, list[Window]] = {}
         for position in range(self._launch.num_rows):
             with contextlib.suppress(SpanError):
                 if found := self._windows(position):
                     windows[position] = found
         crops = [(position, window) for position, row in windows.items() for window in row]
-        source = outputs[self._cut.output].movedim(self._cut.span_map.row_dim, 0)
-        copies = iter(gather(source, self._cut.source_dims, crops))
+        source = outputs[cut.output].movedim(cut.span_map.row_dim, 0)
+        copies = iter(gather(source, cut.source_dims, crops))
         return {position: self._as_entry([next(copies) for _ in row]) for position, row in windows.items()}
 
     def _crops(self, position: int, windows: Sequence[Window]) -> list[Tensor]:
@@ -487,17 +515,25 @@ class Rows(Mapping[Hashable, Entry]):
 
 
 class _Items(ItemsView[Hashable, Entry]):
+    """Of rows some of which are bad."""
+
     _mapping: Rows
 
     def __iter__(self) -> Iterator[tuple[Hashable, Entry]]:
-        return self._mapping._delivered(self._mapping.row_ids)
+        bad: list[SpanError] = []
+        yield from self._mapping._entries(bad, self._mapping._launch.row_ids).items()
+        _raise_bad(bad)
 
 
 class _Values(ValuesView[Entry]):
+    """Of rows some of which are bad."""
+
     _mapping: Rows
 
     def __iter__(self) -> Iterator[Entry]:
-        return self._mapping._delivered(None)
+        bad: list[SpanError] = []
+        yield from self._mapping._entries(bad).values()
+        _raise_bad(bad)
 
 
 def _raise_bad(bad: Sequence[SpanError]) -> None:

@@ -104,10 +104,13 @@ class Step:
             RowLookupError: if the step has no such spanned output.
             and what `wait` raises.
         """
-        launch = self._launch
-        if not launch.is_read or launch.is_released or self._ring.stop_checks is not None:
+        launch, ring = self._launch, self._ring
+        if not launch.is_read or launch.is_released or ring.stop_checks is not None:
             self.wait()
-        return self.cut_rows(launch.tail.cut(name))
+        cut = launch.tail.cuts.get(name or "") or launch.tail.cut(name)
+        if ring.backend.static:
+            ring.note_reader(launch)
+        return Rows(self, launch, cut)
 
     def cut_rows(self, cut: Cut) -> Rows:
         """Rows of one planned cut; after a wait."""

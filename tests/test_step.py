@@ -146,6 +146,31 @@ def test_whole_outputs_end_with_the_lease() -> None:
             read()
 
 
+@pytest.mark.parametrize("backend", [InlineBackend, SimulatedDevice])
+def test_rows_of_a_released_step_cannot_be_iterated(backend: type[Backend]) -> None:
+    compiled = spangraph.compile(Twice(), backend=backend())
+    x, n = torch.randn(3, 5), torch.tensor([5, 0, 3])
+    with compiled.launch(x, n) as step:
+        rows = step.rows("audio")
+        items, values = rows.items(), rows.values()
+        assert [row for row, _ in items] == list(rows) == [0, 2]
+        assert len(items) == len(values) == len(rows) == 2
+    for read in (rows.items, rows.values, lambda: rows[0]):
+        with pytest.raises(StaleStepError, match="was released"):
+            read()
+
+
+def test_rows_of_a_graph_that_runs_again_are_of_its_new_step() -> None:
+    """How rows are made is remembered for a captured graph, but not where they begin."""
+    compiled = spangraph.compile(Twice(), backend=SimulatedDevice())
+    for lengths in ([5, 0, 3], [1, 2, 0], [4, 4, 4]):
+        x, n = torch.randn(3, 5), torch.tensor(lengths)
+        with compiled.launch(x, n) as step:
+            expected = {i: x[i, :length] * 2 for i, length in enumerate(lengths) if length}
+            assert_rows(step.rows("audio"), expected)
+            assert all(torch.equal(row, expected[i]) for i, row in step.rows("audio").items())
+
+
 def test_a_stager_s_step_has_no_result() -> None:
     step = Engine().launch(Batch.random())
     with pytest.raises(StepStateError, match=r"SpanStager has no result\(\): use rows\(name\)"):
