@@ -434,7 +434,7 @@ class SignatureBuilder:
         def whole(step: Step, launch: Launch, kept: tuple[int, bool]) -> Tensor:
             index, is_table = kept
             value = step.output(index)
-            return value if is_table else real(value, launch)
+            return value if is_table or launch.num_rows == num_rows else real(value, launch)
 
         def cloned(step: Step, launch: Launch, kept: tuple[int, bool]) -> Tensor:
             return whole(step, launch, kept).clone()

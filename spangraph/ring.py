@@ -225,7 +225,7 @@ class Ring:
                 # Whoever waits gets it. Its traceback leads to the frames of this launch's caller.
                 error.__traceback__ = None
                 return event
-        if not self.debug:  # then it is asked who takes which row
+        if tail.cuts and not self.debug:  # then it is asked who takes which row
             tail.prepare(launch)
         counts.waits += 1
         counts.wait_times[0] += 1

@@ -214,7 +214,7 @@ class Step:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.release()
+        self._ring.release(self._launch)
 
     def __del__(self) -> None:
         if not self._launch.is_released:

@@ -1,14 +1,11 @@
 """What a step costs on the host, counted in calls, which repeat exactly where seconds do not.
 
 `benchmarks/targets.py` measures the time; the limits here are what was counted when it was last looked at, and a few
-more. `_calls` counts Python's functions and those of C: operators, and methods of tensors.
+more.
 """
 
-import gc
 import sys
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +13,8 @@ from torch import Tensor, nn
 
 import spangraph
 from spangraph import SpannedOutput, Step
+
+from .call_counts import count_calls
 
 
 class Two(nn.Module):
@@ -38,31 +37,6 @@ def _not_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPANGRAPH_DEBUG", "0")
 
 
-def _calls(fn: Callable[[], object]) -> int:
-    """Calls that a function makes, the graph's own not counted."""
-    count = graphs = 0
-
-    def profile(frame: FrameType, event: str, arg: Any) -> None:
-        nonlocal count, graphs
-        is_graph = frame.f_code.co_filename.startswith("<eval_with_key>")
-        if event == "return" and is_graph:
-            graphs -= 1
-        elif event == "call" and is_graph:
-            graphs += 1
-        elif event in ("call", "c_call") and not graphs:
-            count += 1
-
-    gc.collect()  # of what other tests have left, whose finalisers would be counted
-    gc.disable()
-    sys.setprofile(profile)
-    try:
-        fn()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return count - 1  # setprofile itself
-
-
 def _compiled(bs: int, num_parameters: int = 0, depth: int = 1) -> tuple[spangraph.Compiled, tuple[Tensor, ...]]:
     inputs = torch.randn(bs, 20), torch.randn(bs, 3, 20), torch.full((bs,), 10)
     compiled = spangraph.compile(Two(num_parameters).eval(), depth=depth)
@@ -83,7 +57,7 @@ def _step_calls(bs: int, num_parameters: int = 0) -> int:
             step.result()
 
     with torch.no_grad():
-        return min(_calls(step) for _ in range(3))
+        return min(count_calls(step) for _ in range(3))
 
 
 def test_a_step_makes_few_calls() -> None:
@@ -96,7 +70,7 @@ def test_a_step_makes_few_calls() -> None:
                 list(step.rows(name).items())
 
     with torch.no_grad():
-        assert min(_calls(read_all) for _ in range(3)) <= 82
+        assert min(count_calls(read_all) for _ in range(3)) <= 82
 
 
 def test_a_step_makes_as_many_calls_whatever_the_batch_and_the_model() -> None:
@@ -107,7 +81,7 @@ def test_a_step_makes_as_many_calls_whatever_the_batch_and_the_model() -> None:
 def _cut_calls(bs: int, cut: Callable[[Step], object]) -> int:
     compiled, inputs = _compiled(bs)
     with torch.no_grad(), compiled.launch(*inputs) as step:
-        return _calls(lambda: cut(step))
+        return count_calls(lambda: cut(step))
 
 
 def test_a_row_is_one_operator() -> None:

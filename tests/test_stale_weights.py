@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from spangraph import Compiled, SpannedOutput, StaleGraphError, weights
 from spangraph.weights import Weights
 
+from .call_counts import count_calls
 from .toys import Spanned, batch, compiled, cut, plain, values
 
 BACKENDS = pytest.mark.parametrize("on", ["inline", "simulated"])
@@ -280,23 +280,6 @@ def test_a_write_past_every_hook_is_noticed_within_a_round(on: str) -> None:
             run.launch(*batch())
 
 
-def _calls(fn: Callable[[], object]) -> int:
-    """Calls of Python and C functions in `fn()`."""
-    count = 0
-
-    def profile(frame: Any, event: str, arg: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        fn()
-    finally:
-        sys.setprofile(before)
-    return count
-
-
 @pytest.mark.parametrize("addresses", [True, False])
 def test_the_cost_of_a_check_does_not_grow(addresses: bool) -> None:
     """At every launch of a round: what a look at 20 tensors calls is as much as for 2,000 of them, or more."""
@@ -304,11 +287,11 @@ def test_the_cost_of_a_check_does_not_grow(addresses: bool) -> None:
     for size in (20, 2000):
         held = Weights(nn.ParameterList([torch.zeros(1) for _ in range(size)]), addresses=addresses)
         held.check()
-        counts[size] = [_calls(held.are_suspect) for _ in range(2 * size // 8)]
+        counts[size] = [count_calls(held.are_suspect) for _ in range(2 * size // 8)]
     assert max(counts[2000]) <= max(counts[20]) < 20
     weights._bump()
     assert held.are_suspect()
-    assert _calls(held.check) > 2000  # so the count counts
+    assert count_calls(held.check) > 2000  # so the count counts
 
 
 def test_what_becomes_of_other_tensors_does_not_count() -> None:
