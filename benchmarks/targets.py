@@ -204,8 +204,8 @@ def measure_own(report: Report, rounds: int) -> None:
 
 
 def measure_wrapper(report: Report, rounds: int) -> None:
-    """Launch and result, minus the bare call of the staged graph; and minus that of the method that runs it inline, in
-    which staging is no operator."""
+    """Launch, result and release, minus the bare call of the staged graph; and minus that of the method that runs it
+    inline, in which staging is no operator. Without spans nothing is staged, and there is no target."""
     for name, model in (("spans", Upsample()), ("spans, 1,000 parameters", Upsample(1000)), ("no spans", Plain())):
         for bs in (1, 256):
             mel, frames = torch.randn(bs, 2, 50), torch.full((bs,), 50)
@@ -213,7 +213,8 @@ def measure_wrapper(report: Report, rounds: int) -> None:
                 of_graph, of_method = zip(*overheads(compiled, mel, frames, rounds), strict=True)
             what = f"wrapper, {name}, bs {bs}: launch + result - bare"
             low, mid, high = statistics.quantiles(of_graph, n=4)
-            report.add(f"{what} graph", f"{mid:.1f} us ({low:.1f} - {high:.1f})", "15 us", is_met=mid <= 15)
+            target, is_met = ("", True) if name == "no spans" else ("15 us", mid <= 15)
+            report.add(f"{what} graph", f"{mid:.1f} us ({low:.1f} - {high:.1f})", target, is_met=is_met)
             low, mid, high = statistics.quantiles(of_method, n=4)
             report.add(f"{what} method", f"{mid:.1f} us ({low:.1f} - {high:.1f})")
 
@@ -280,15 +281,15 @@ def measure_compile(report: Report, rounds: int) -> None:
             compiled.launch(x, lengths)
 
     ratios = []
-    for number in range(max(7, rounds // 30)):
-        times = []
-        for fn in (export, launch):
+    for number in range(max(7, rounds // 15)):
+        times = {}
+        for fn in random.sample([export, launch], 2):
             gc.collect()  # of what the one before has left
             start = time.process_time()
             fn()
-            times.append(time.process_time() - start)
+            times[fn] = time.process_time() - start
         if number:
-            ratios.append(times[1] / times[0])
+            ratios.append(times[launch] / times[export])
     low, mid, high = statistics.quantiles(ratios, n=4)
     what = "compile: trace and first launch, against torch.export"
     report.add(what, f"{mid:.2f}x ({low:.2f} - {high:.2f})", "1.3x", is_met=mid <= 1.3)

@@ -156,8 +156,8 @@ class Ring:
         self._live[launch] = None
         if is_static:
             launch.grids = tail.grids
-        if is_static and (tail.holds_outputs or tail.may_overflow):
-            tail.occupant = launch
+            if tail.holds_outputs or tail.may_overflow:
+                tail.occupant = launch
         self._reserved = launch
         return launch
 

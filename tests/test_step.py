@@ -13,7 +13,9 @@ from spangraph import (
     Backend,
     InlineBackend,
     InputError,
+    RingFullError,
     RowLookupError,
+    Rows,
     Span,
     SpannedOutput,
     SpanStager,
@@ -158,6 +160,20 @@ def test_rows_of_a_released_step_cannot_be_iterated(backend: type[Backend]) -> N
     for read in (rows.items, rows.values, lambda: rows[0]):
         with pytest.raises(StaleStepError, match="was released"):
             read()
+
+
+@pytest.mark.parametrize("backend", [InlineBackend, SimulatedDevice])
+def test_who_iterates_keeps_the_lease(backend: type[Backend]) -> None:
+    compiled = spangraph.compile(Twice(), backend=backend())
+    x, n = torch.randn(3, 5), torch.tensor([5, 0, 3])
+    for iterate in (Rows.items, Rows.values):
+        seen = 0
+        for _ in iterate(compiled.launch(x, n).rows("audio")):
+            seen += 1
+            with pytest.raises(RingFullError, match="depth=1 and 1 steps are open or leased"):
+                compiled.launch(x, n)
+        assert seen == 2
+    compiled.launch(x, n).release()
 
 
 def test_rows_of_a_graph_that_runs_again_are_of_its_new_step() -> None:
