@@ -17,7 +17,7 @@ from spangraph.errors import InputError, StagingError, StaleStepError
 from spangraph.slots import Region
 
 if TYPE_CHECKING:
-    from spangraph.rows import Cut, Grid
+    from spangraph.cuts import Cut, Grid
     from spangraph.tail import Tail
 
 _logger = logging.getLogger("spangraph")

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from spangraph.cuts import Window
 from spangraph.errors import InputError, MergeError, RingFullError
 from spangraph.launch import Launch, checked_ids
-from spangraph.rows import Rows, Window
+from spangraph.rows import Rows
 from spangraph.spans import refuse_mixed
 from spangraph.step import Step
 

@@ -1,183 +1,27 @@
-"""Rows cut from the outputs of one step, and how an output is cut."""
+"""Rows cut from the outputs of one step."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 import weakref
-from collections.abc import Callable, Hashable, ItemsView, Iterator, Mapping, Sequence, ValuesView
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Hashable, ItemsView, Iterator, Mapping, Sequence, ValuesView
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
+from spangraph.cuts import Cut, Grid, Window
 from spangraph.errors import RowLookupError, SpanError
-from spangraph.kernels.compact import COPY_WORDS, check_source, pcm16
+from spangraph.kernels.compact import COPY_WORDS, pcm16
 from spangraph.kernels.gather import clone_each, gather
 from spangraph.launch import Launch, stale_error
-from spangraph.passes.span_maps import SpanMap
-from spangraph.slots import ALIGNMENT, COPIES, Copy, Region, aligned
-from spangraph.spans import Span, describe_bad_span
+from spangraph.slots import ALIGNMENT, COPIES
 
 if TYPE_CHECKING:
     from spangraph.step import Step
 
 # A tensor, or a tuple of them where a row has several spans; typed so that the usual case needs no cast.
 Entry = Any
-
-# One of a row's parts: (start, end) along each spanned dim of the output.
-Window = tuple[tuple[int, int], ...]
-
-
-class Grid(NamedTuple):
-    """What all rows of an output have in common that are views which one operator makes each.
-
-    Attributes:
-        as_strided: of the output.
-        shape, strides: of a padded row.
-        dim, width, stride: the spanned one of its dims.
-        first, row_stride: where the output's rows begin, in elements.
-    """
-
-    as_strided: Callable[..., Tensor]
-    shape: Sequence[int]
-    strides: Sequence[int]
-    dim: int
-    width: int
-    stride: int
-    first: int | torch.SymInt
-    row_stride: int
-
-
-@dataclass(frozen=True, eq=False)
-class Cut:
-    """How one output tensor of a graph is cut.
-
-    Attributes:
-        name: public name of the spanned output whose spans apply.
-        column: its column in the slot.
-        output: index of the tensor among the graph's outputs.
-        span: the declaration.
-        widths: size of each spanned dim of the declared value; spans are checked against these.
-        span_map: where row and spans lie in this output.
-        label: what messages call it.
-        row_shape: shape of a padded row of this output.
-        dtype: of the delivered rows.
-        casts: whether they are int16 PCM made of floats.
-        region: where a copy slot holds them; None if they are views.
-        single_width: width of the spanned dim where a row has one span, which holds in this output as it is; else -1.
-        single_dim: the spanned dim of a row whose view one operator makes; else -1.
-    """
-
-    name: str
-    column: str
-    output: int
-    span: Span
-    widths: tuple[int, ...]
-    span_map: SpanMap
-    label: str
-    row_shape: tuple[int, ...]
-    dtype: torch.dtype
-    casts: bool = False
-    region: Region | None = None
-    single_width: int = field(init=False, repr=False)
-    single_dim: int = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        has_one = self.span.words_per_row == 2 and self.span_map.is_identity
-        is_plain = has_one and self.region is None and not self.dtype.is_complex and self.span_map.row_dim == 0
-        object.__setattr__(self, "single_width", self.widths[0] if has_one else -1)
-        object.__setattr__(self, "single_dim", self.span_map.row_dims[0] if is_plain else -1)
-
-    def windows(self, words: Sequence[int], position: int) -> list[Window]:
-        """A row's parts in this output that are not empty, in the order of its spans.
-
-        Args:
-            words: the spans of the step's rows, as they were staged.
-
-        Raises:
-            SpanError: for a bad span, without the row's id.
-        """
-        span_map = self.span_map
-        is_identity = span_map.is_identity
-        word = position * self.span.words_per_row
-        found: list[Window] = []
-        for _ in range(self.span.max_spans):
-            window: list[tuple[int, int]] = []
-            is_empty = False
-            for dim, width in enumerate(self.widths):
-                start, end = words[word], words[word + 1]
-                word += 2
-                if not 0 <= start <= end <= width:
-                    raise SpanError(
-                        f"of {self.label!r} (dim {self.span.dims[dim]}): {describe_bad_span(start, end, width)}."
-                        " Other rows of the step are not affected."
-                    )
-                if not is_identity:
-                    start, end = span_map.apply(dim, start, end)
-                window.append((start, end))
-                is_empty |= start == end
-            if not is_empty:
-                found.append(tuple(window))
-        return found
-
-    def grid(self, padded: Tensor) -> Grid | None:
-        """How rows of this output are made; None if there is more to do than one operator."""
-        dim = self.single_dim
-        if dim < 0 or padded.is_neg():
-            return None
-        strides, first = padded.stride(), padded.storage_offset()
-        return Grid(
-            padded.as_strided,
-            self.row_shape,
-            strides[1:],
-            dim,
-            self.single_width,
-            strides[dim + 1],
-            first,
-            strides[0],
-        )
-
-    @property
-    def source_dims(self) -> tuple[int, ...]:
-        """The spanned dims once the rows have been moved to dim 0."""
-        return tuple(dim + 1 for dim in self.span_map.row_dims)
-
-    def view(self, padded: Tensor, position: int, window: Window) -> Tensor:
-        """A row's part, as a view of the output."""
-        row_dim = self.span_map.row_dim
-        view = padded.select(row_dim, position) if row_dim else padded[position]
-        for dim, (start, end) in zip(self.span_map.row_dims, window, strict=True):
-            view = view.narrow(dim, start, end - start)
-        return view
-
-    def crop_shape(self, window: Window) -> list[int]:
-        """Shape of a row's part."""
-        shape = list(self.row_shape)
-        for dim, (start, end) in zip(self.span_map.row_dims, window, strict=True):
-            shape[dim] = end - start
-        return shape
-
-    def crop_bytes(self, window: Window) -> int:
-        """Bytes of that part in a copy slot."""
-        return aligned(math.prod(self.crop_shape(window)) * self.dtype.itemsize)
-
-    def padded_bytes(self, num_rows: int) -> int:
-        """The most bytes that a step's rows can take there: each span may be as wide as the output."""
-        return num_rows * self.span.max_spans * aligned(math.prod(self.row_shape) * self.dtype.itemsize)
-
-    def copied_to(self, region: Region, copy: Copy) -> Cut:
-        """The cut whose rows a copy slot holds, in `region`.
-
-        Raises:
-            DeclarationError: if `copy` casts what is no float.
-            InputError: if rows of this dtype or size cannot be copied.
-        """
-        check_source(f"output {self.label!r}", self.row_shape, self.dtype)
-        dtype = copy.delivered(self.dtype, self.name)
-        return replace(self, region=region, dtype=dtype, casts=dtype is not self.dtype)
 
 
 class Rows(Mapping[Hashable, Entry]):
@@ -187,7 +31,7 @@ class Rows(Mapping[Hashable, Entry]):
     in the graph's output or in a ring (see `Copy`), is made when asked for, and is valid until the step is released;
     `own()` gives copies. With several spans per row an entry is a tuple of tensors. Withheld rows (empty spans) are
     absent. `rows[row_id]` raises `SpanError` for a row whose span is bad, and iteration yields all good rows before it
-    raises once, naming every bad one. `items()` and `values()` make all rows at once.
+    raises once, naming every bad one.
     """
 
     # Of the class until they are needed, as some are made at every step.
@@ -246,20 +90,16 @@ class Rows(Mapping[Hashable, Entry]):
                 if self._windows(position):
                     yield row_id
             except SpanError as error:
-                bad.append(error)
+                bad.append(_alone(error))
         _raise_bad(bad)
 
     def items(self) -> ItemsView[Hashable, Entry]:
         """Row ids and rows."""
-        bad: list[SpanError] = []
-        rows = self._entries(bad, self._launch.row_ids)
-        return _Items(self) if bad else rows.items()
+        return _Items(self)
 
     def values(self) -> ValuesView[Entry]:
         """The rows."""
-        bad: list[SpanError] = []
-        rows = self._entries(bad)
-        return _Values(self) if bad else rows.values()
+        return _Values(self)
 
     def __len__(self) -> int:
         """Number of rows that iteration yields."""
@@ -364,13 +204,13 @@ class Rows(Mapping[Hashable, Entry]):
     def _entry(self, position: int) -> Entry | None:
         launch = self._launch
         if (grid := self._grid()) is not None and not launch.withheld:
+            as_strided, row_shape, strides, dim, width, stride, first, row_stride = grid
             words = self._words()
             start, end = words[2 * position], words[2 * position + 1]
-            if 0 <= start < end <= grid.width:
-                shape = list(grid.shape)
-                shape[grid.dim] = end - start
-                first = grid.first + position * grid.row_stride + start * grid.stride
-                return grid.as_strided(shape, grid.strides, first)
+            if 0 <= start < end <= width:
+                shape = list(row_shape)
+                shape[dim] = end - start
+                return as_strided(shape, strides, first + position * row_stride + start * stride)
         windows = self._windows(position)
         if not windows:
             return None
@@ -394,44 +234,41 @@ class Rows(Mapping[Hashable, Entry]):
             grid = grids[cut] = cut.grid(outputs[cut.output])
         return grid
 
-    def _entries(self, bad: list[SpanError], ids: Sequence[Hashable] | None = None) -> dict[Any, Entry]:
-        """All delivered rows, by position or by these ids. Errors of bad ones are put into `bad`.
-
-        Raises:
-            StaleStepError: after the step's release, also by another thread meanwhile (unless the rows are owned).
-        """
+    def _delivered(
+        self, *, in_pairs: bool, ids: Sequence[Hashable] | None = None, raises: bool = True
+    ) -> Iterator[Any]:
+        """The delivered rows, or pairs of positions or ids and rows; at the end raises one error for all bad ones."""
         launch, cut = self._launch, self._cut
-        found = _Entries()
-        found.rows = self
+        bad: list[SpanError] = []
         if (grid := launch.grids.get(cut) or self._grid()) is None:
             for position in range(launch.num_rows):
                 if (entry := self._entry_or_none(position, bad)) is not None:
-                    found[position if ids is None else ids[position]] = entry
+                    yield (position if ids is None else ids[position], entry) if in_pairs else entry
         else:  # as `_entry`, with all that is the same for all rows outside of the loop
             as_strided, row_shape, strides, dim, width, stride, row, row_stride = grid
-            shape, withheld = list(row_shape), launch.withheld
+            shape, position = list(row_shape), 0
             words = iter(launch.columns.get(cut.column) or launch.tail.column(launch, cut.column))
-            position = 0
             for start in words:
                 end = next(words)
-                if 0 <= start < end <= width and not withheld:
+                if launch.is_released:
+                    raise stale_error(launch)
+                if 0 <= start < end <= width and not launch.withheld:
                     shape[dim] = end - start
                     entry = as_strided(shape, strides, row + start * stride)
                 else:
                     entry = self._entry_or_none(position, bad)
                 if entry is not None:
-                    found[position if ids is None else ids[position]] = entry
+                    yield (position if ids is None else ids[position], entry) if in_pairs else entry
                 row += row_stride
                 position += 1  # noqa: SIM113 - one call less, which counts where there is one row
-        if launch.is_released:
-            raise stale_error(launch)
-        return found
+        if bad and raises:
+            _raise_bad(bad)
 
     def _entry_or_none(self, position: int, bad: list[SpanError]) -> Entry | None:
         try:
             return self._entry(position)
         except SpanError as error:
-            bad.append(error)
+            bad.append(_alone(error))
             return None
 
     def _as_entry(self, crops: Sequence[Tensor]) -> Entry:
@@ -446,7 +283,7 @@ class Rows(Mapping[Hashable, Entry]):
         cut, outputs = self._cut, self._launch.outputs  # before the check: another thread may release meanwhile
         self._check_lease()
         if cut.region is not None or (self._grid() is not None and not outputs[cut.output].is_cuda):
-            entries = self._entries([])
+            entries = dict(self._delivered(in_pairs=True, raises=False))
             if cut.span.max_spans == 1:
                 return dict(zip(entries, clone_each(entries.values()), strict=True))
             copies = iter(clone_each([crop for row in entries.values() for crop in row]))
@@ -517,33 +354,25 @@ class Rows(Mapping[Hashable, Entry]):
         return nans if offset >= 0 else sum(int(crop.isnan().sum()) for crop in self._padded(position, windows))
 
 
-class _Entries(dict[Any, Entry]):
-    """Rows that were made together. Who iterates over them keeps the lease."""
-
-    __slots__ = ("rows",)
-    rows: Rows
-
-
 class _Items(ItemsView[Hashable, Entry]):
-    """Of rows some of which are bad."""
-
+    __slots__ = ()
     _mapping: Rows
 
     def __iter__(self) -> Iterator[tuple[Hashable, Entry]]:
-        bad: list[SpanError] = []
-        yield from self._mapping._entries(bad, self._mapping._launch.row_ids).items()
-        _raise_bad(bad)
+        return self._mapping._delivered(in_pairs=True, ids=self._mapping._launch.row_ids)
 
 
 class _Values(ValuesView[Entry]):
-    """Of rows some of which are bad."""
-
+    __slots__ = ()
     _mapping: Rows
 
     def __iter__(self) -> Iterator[Entry]:
-        bad: list[SpanError] = []
-        yield from self._mapping._entries(bad).values()
-        _raise_bad(bad)
+        return self._mapping._delivered(in_pairs=False)
+
+
+def _alone(error: SpanError) -> SpanError:
+    """The error without its traceback, which leads to a step and to frames that hold the error."""
+    return SpanError(str(error), error.rows)
 
 
 def _raise_bad(bad: Sequence[SpanError]) -> None:

@@ -13,10 +13,10 @@ from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 
 from spangraph.backends import Backend, Event, Graph
 from spangraph.counts import Counts
+from spangraph.cuts import Cut
 from spangraph.errors import TraceError
 from spangraph.opaque import OpaqueRoot
 from spangraph.passes.prepare import Prepared
-from spangraph.rows import Cut
 from spangraph.step import Results
 from spangraph.tail import Tail
 from spangraph.trace import Trace

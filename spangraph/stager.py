@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from spangraph.backends import Backend, InlineBackend, resolve_backend
 from spangraph.counts import Counts
+from spangraph.cuts import Cut, make_cut
 from spangraph.declare import Declaration
 from spangraph.errors import DeclarationError, InputError
 from spangraph.kernels.stage import check_stage_args
 from spangraph.memory import Memory, measure_stager
-from spangraph.rows import Cut
 from spangraph.slots import Copy, copies_of
 from spangraph.spans import Span, SpannedOutput
 from spangraph.stops import RowValues, StopCheck
-from spangraph.tail import StagerCore, Tail, make_cut, refuse_copies
+from spangraph.tail import StagerCore, Tail, refuse_copies
 
 
 class SpanStager:

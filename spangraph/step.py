@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from spangraph.cuts import Cut
 from spangraph.errors import RowLookupError, StepStateError
 from spangraph.launch import Launch, stale_error
 from spangraph.ring import Ring
-from spangraph.rows import Cut, Rows
+from spangraph.rows import Rows
 
 # Of a step and its launch: with rows, and with owned rows.
 Results = tuple[Callable[["Step", Launch], Any], Callable[["Step", Launch], Any]]
@@ -107,7 +108,7 @@ class Step:
         launch, ring = self._launch, self._ring
         if not launch.is_read or launch.is_released or ring.stop_checks is not None:
             self.wait()
-        cut = launch.tail.cuts.get(name or "") or launch.tail.cut(name)
+        cut = launch.tail.cuts.get(name) or launch.tail.cut(name)
         if ring.backend.static:
             ring.note_reader(launch)
         return Rows(self, launch, cut)

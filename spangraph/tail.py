@@ -13,14 +13,12 @@ from torch import Tensor
 
 from spangraph.backends import Backend
 from spangraph.counts import Counts
+from spangraph.cuts import Cut, Grid
 from spangraph.errors import InputError, RowLookupError, SpanError, StaleGraphError, StepStateError
 from spangraph.kernels.compact import COPY_WORDS
 from spangraph.launch import Launch, checked_ids
-from spangraph.passes.span_maps import SpanMap
 from spangraph.ring import Ring
-from spangraph.rows import Cut, Grid
 from spangraph.slots import ALIGNMENT, COPIES, Copy, CopySlots, Layout, SlotBuffer
-from spangraph.spans import Span
 from spangraph.step import Step
 from spangraph.stops import RowValues, StopCheck, StopChecks
 
@@ -63,7 +61,8 @@ class Tail:
         self.graph = graph
         self.buffer = buffer
         self.num_rows = num_rows
-        self.cuts = cuts
+        self.cuts: Mapping[Any, Cut] = cuts  # by names; asked for None, too
+        self._views = [cut for cut in cuts.values() if cut.region is None]
         self._values = values
         self.counts = counts or Counts()
         self.slot = slot
@@ -137,10 +136,12 @@ class Tail:
 
     def prepare(self, launch: Launch) -> None:
         """Look up what all rows of a step's outputs need, while these are at hand: later it takes twice the time."""
-        for cut in self.cuts.values():
-            if cut.region is None:
-                self.column(launch, cut.column)
-                launch.grids[cut] = cut.grid(launch.outputs[cut.output])
+        words, outputs, columns, grids = launch.words, launch.outputs, launch.columns, launch.grids
+        assert words is not None, "it was read"
+        for cut in self._views:
+            first, width = self._places[cut.column]
+            columns[cut.column] = words[first : first + width * launch.num_rows]
+            grids[cut] = cut.grid(outputs[cut.output])
 
     def read_copies(self, launch: Launch) -> int | None:
         """Learn what became of a step's copies. Returns another step's generation if one of them is that step's."""
@@ -368,10 +369,3 @@ def refuse_copies(copies: Mapping[str, Copy], staging: str) -> None:
             "copies= needs staging='kernel': the copies' slot is chosen at each launch. Leave rows as views, or stage"
             " with the kernel."
         )
-
-
-def make_cut(name: str, column: str, output: int, span: Span, value: Tensor) -> Cut:
-    """A cut of the declared value itself."""
-    widths = tuple(value.shape[dim] for dim in span.dims)
-    span_map = SpanMap.identity(value.ndim, span.dims)
-    return Cut(name, column, output, span, widths, span_map, name, tuple(value.shape[1:]), value.dtype)

@@ -61,7 +61,7 @@ def _step_calls(bs: int, num_parameters: int = 0) -> int:
 
 
 def test_a_step_makes_few_calls() -> None:
-    assert _step_calls(8) <= 72
+    assert _step_calls(8) <= 60
     compiled, inputs = _compiled(1)
 
     def read_all() -> None:
@@ -70,7 +70,7 @@ def test_a_step_makes_few_calls() -> None:
                 list(step.rows(name).items())
 
     with torch.no_grad():
-        assert min(count_calls(read_all) for _ in range(3)) <= 82
+        assert min(count_calls(read_all) for _ in range(3)) <= 96
 
 
 def test_a_step_makes_as_many_calls_whatever_the_batch_and_the_model() -> None:
@@ -89,9 +89,9 @@ def test_a_row_is_one_operator() -> None:
         return [row for name in ("audio", "pitch") for row in step.rows(name).values()]
 
     few, many = _cut_calls(8, all_rows), _cut_calls(264, all_rows)
-    # Per row: the operator, and the next word.
-    assert (many - few) / (2 * 256) <= 2.05
-    assert few <= 55
+    # Per row: the operator, the next word, and the generator.
+    assert (many - few) / (2 * 256) <= 3.05
+    assert few <= 71
 
 
 def test_spans_alone_make_no_tensors() -> None:
@@ -104,8 +104,8 @@ def test_spans_alone_make_no_tensors() -> None:
 
 def test_an_owned_row_is_an_operator_and_a_clone() -> None:
     few, many = (_cut_calls(bs, lambda step: step.rows("pitch").own()) for bs in (8, 264))
-    # Per row: the operator, and the next word; torch 2.13 has one operator that clones all.
-    assert (many - few) / 256 <= (2.05 if hasattr(torch, "_foreach_clone") else 3.05)
+    # Per row: as above; torch 2.13 has one operator that clones all.
+    assert (many - few) / 256 <= (3.05 if hasattr(torch, "_foreach_clone") else 4.05)
 
 
 def test_padding_rows_make_no_objects() -> None:

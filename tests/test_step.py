@@ -1,7 +1,9 @@
 """`Step`: the ticket. Row ids are frozen, leases end, and what was made one's own is kept."""
 
+import contextlib
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from spangraph import (
     RowLookupError,
     Rows,
     Span,
+    SpanError,
     SpannedOutput,
     SpanStager,
     StaleStepError,
@@ -149,26 +152,39 @@ def test_whole_outputs_end_with_the_lease() -> None:
 
 
 @pytest.mark.parametrize("backend", [InlineBackend, SimulatedDevice])
-def test_rows_of_a_released_step_cannot_be_iterated(backend: type[Backend]) -> None:
+def test_a_release_ends_an_iteration(backend: type[Backend]) -> None:
     compiled = spangraph.compile(Twice(), backend=backend())
     x, n = torch.randn(3, 5), torch.tensor([5, 0, 3])
-    with compiled.launch(x, n) as step:
+    for view in (Rows.items, Rows.values):
+        step = compiled.launch(x, n)
         rows = step.rows("audio")
-        items, values = rows.items(), rows.values()
-        assert [row for row, _ in items] == list(rows) == [0, 2]
-        assert len(items) == len(values) == len(rows) == 2
-    for read in (rows.items, rows.values, lambda: rows[0]):
-        with pytest.raises(StaleStepError, match="was released"):
-            read()
+        asked = view(rows)
+        assert len(list(asked)) == len(list(asked)) == len(asked) == 2
+        begun = iter(asked)
+        next(begun)
+        step.release()
+        for iterator in (begun, iter(asked), iter(view(rows))):
+            with pytest.raises(StaleStepError, match="was released"):
+                next(iterator)
+
+
+@pytest.mark.parametrize("backend", [InlineBackend, SimulatedDevice])
+def test_a_row_that_is_withheld_in_the_middle_of_an_iteration_is_left_out(backend: type[Backend]) -> None:
+    with spangraph.compile(Twice(), backend=backend()).launch(torch.randn(3, 5), torch.tensor([5, 1, 3])) as step:
+        seen = {}
+        for row_id, row in step.rows("audio").items():
+            step.withhold(1)
+            seen[row_id] = row
+        assert list(seen) == [0, 2]
 
 
 @pytest.mark.parametrize("backend", [InlineBackend, SimulatedDevice])
 def test_who_iterates_keeps_the_lease(backend: type[Backend]) -> None:
     compiled = spangraph.compile(Twice(), backend=backend())
     x, n = torch.randn(3, 5), torch.tensor([5, 0, 3])
-    for iterate in (Rows.items, Rows.values):
+    for view in (Rows.items, Rows.values):
         seen = 0
-        for _ in iterate(compiled.launch(x, n).rows("audio")):
+        for _ in view(compiled.launch(x, n).rows("audio")):
             seen += 1
             with pytest.raises(RingFullError, match="depth=1 and 1 steps are open or leased"):
                 compiled.launch(x, n)
@@ -176,8 +192,46 @@ def test_who_iterates_keeps_the_lease(backend: type[Backend]) -> None:
     compiled.launch(x, n).release()
 
 
+def _all(rows: Rows) -> object:
+    return list(rows.values())
+
+
+@pytest.mark.parametrize("backend", [InlineBackend, SimulatedDevice])
+@pytest.mark.parametrize("copy", ["view", "host"])
+@pytest.mark.parametrize("read", [list, _all, dict, Rows.own, len])
+def test_a_bad_row_keeps_no_step_alive(backend: type[Backend], copy: str, read: Callable[[Rows], object]) -> None:
+    """Not until the next collection of garbage, either: the next launch needs the room."""
+    compiled = spangraph.compile(Twice(), backend=backend(), copies={"audio": copy})
+    x, n = torch.randn(3, 5), torch.tensor([5, 9, 3])
+    compiled.launch(x, n).wait().release()
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(SpanError):
+            read(compiled.launch(x, n).rows("audio"))
+        compiled.launch(x, n).release()
+    finally:
+        gc.enable()
+
+
+def test_an_output_without_a_name_has_to_be_named() -> None:
+    class Nameless(nn.Module):
+        def spanned_outputs(self, walk: str) -> tuple[str, ...]:
+            return ("", "b")
+
+        def forward(self, x: Tensor, n: Tensor) -> SpannedOutput:
+            spans = spangraph.from_lengths(n)
+            return SpannedOutput({"": x * 2, "b": x + 1}, {"": spans, "b": spans})
+
+    x, n = torch.randn(2, 5), torch.tensor([5, 3])
+    with spangraph.compile(Nameless()).launch(x, n) as step:
+        with pytest.raises(RowLookupError, match="several spanned outputs"):
+            step.rows()
+        assert torch.equal(step.rows("")[1], x[1, :3] * 2)
+
+
 def test_rows_of_a_graph_that_runs_again_are_of_its_new_step() -> None:
-    """How rows are made is remembered for a captured graph, but not where they begin."""
+    """How rows are made is remembered for a captured graph; where they begin and end is not."""
     compiled = spangraph.compile(Twice(), backend=SimulatedDevice())
     for lengths in ([5, 0, 3], [1, 2, 0], [4, 4, 4]):
         x, n = torch.randn(3, 5), torch.tensor(lengths)
