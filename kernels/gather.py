@@ -9,6 +9,7 @@ has checked them; `compact` copies those that it checks on the device.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import math
 import threading
@@ -34,6 +35,11 @@ UNIT_BYTES = 16
 
 NUM_THREADS = 128
 """Threads of a CTA. On HIP with its wide waves too, so that a tile has 16 bytes for each."""
+
+_memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+_PYBUF_READ = 0x100
 
 # Two 16-byte stores a thread and tile, but no more than 16 items a thread: with 32 of one byte, in two spanned dims,
 # sm_90 takes 255 registers. Items of 4 bytes and more take 24 to 48 registers, which leaves the SM full of warps.
@@ -300,3 +306,21 @@ def clone_each(views: Collection[Tensor]) -> list[Tensor]:
         copies = [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in views]
         torch._foreach_copy_(copies, views)  # pyright: ignore[reportPrivateImportUsage]
     return copies
+
+
+def copying(source: Tensor) -> Callable[[Sequence[int], Sequence[int], int], Tensor]:
+    """What takes shape, strides and storage offset as `source.as_strided` does, and copies into memory of its own what
+    lies there without a gap, by one call that allocates and copies; `source` is on the host, and must outlive it.
+
+    Raises:
+        RuntimeError: if `source` has no memory, as under vmap.
+    """
+    item, dtype, storage, frombuffer = source.itemsize, source.dtype, source.untyped_storage(), torch.frombuffer
+    memory = _memory_at(storage.data_ptr(), storage.nbytes(), _PYBUF_READ)
+
+    def copy(shape: Sequence[int], strides: Sequence[int], first: int) -> Tensor:
+        begin = first * item
+        flat = frombuffer(bytearray(memory[begin : begin + math.prod(shape) * item]), dtype=dtype)
+        return flat if len(shape) == 1 else flat.view(tuple(shape))
+
+    return copy

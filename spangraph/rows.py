@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import weakref
 from collections.abc import Hashable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from spangraph.cuts import Cut, Grid, Window
 from spangraph.errors import RowLookupError, SpanError
 from spangraph.kernels.compact import COPY_WORDS, pcm16
-from spangraph.kernels.gather import clone_each, gather
+from spangraph.kernels.gather import clone_each, copying, gather
 from spangraph.launch import Launch, stale_error
 from spangraph.slots import ALIGNMENT, COPIES
 
@@ -147,7 +149,7 @@ class Rows(Mapping[Hashable, Entry]):
 
     def own(self) -> Rows:
         """Copies of the delivered rows that are the caller's for ever: one gather, each row into memory of its own, so
-        that a kept row keeps nothing else alive.
+        that a kept row keeps nothing else alive. That memory may be of a size that `resize_` cannot change.
 
         Bad rows stay bad: reading one raises `SpanError`, as before.
 
@@ -235,12 +237,17 @@ class Rows(Mapping[Hashable, Entry]):
         return grid
 
     def _delivered(
-        self, *, in_pairs: bool, ids: Sequence[Hashable] | None = None, raises: bool = True
+        self,
+        *,
+        in_pairs: bool,
+        ids: Sequence[Hashable] | None = None,
+        raises: bool = True,
+        grid: Grid | None = None,
     ) -> Iterator[Any]:
         """The delivered rows, or pairs of positions or ids and rows; at the end raises one error for all bad ones."""
         launch, cut = self._launch, self._cut
         bad: list[SpanError] = []
-        if (grid := launch.grids.get(cut) or self._grid()) is None:
+        if (grid := grid or launch.grids.get(cut) or self._grid()) is None:
             for position in range(launch.num_rows):
                 if (entry := self._entry_or_none(position, bad)) is not None:
                     yield (position if ids is None else ids[position], entry) if in_pairs else entry
@@ -280,9 +287,16 @@ class Rows(Mapping[Hashable, Entry]):
 
     def _copies(self) -> dict[int, Entry]:
         """Copies of all delivered rows, by position."""
-        cut, outputs = self._cut, self._launch.outputs  # before the check: another thread may release meanwhile
+        launch, cut = self._launch, self._cut
+        outputs = launch.outputs  # before the check: another thread may release meanwhile
         self._check_lease()
-        if cut.region is not None or (self._grid() is not None and not outputs[cut.output].is_cuda):
+        grid = self._grid()
+        if grid is not None and not launch.withheld and (dense := _copying_grid(grid, outputs[cut.output])) is not None:
+            with torch.inference_mode(False):
+                owned = dict(self._delivered(in_pairs=True, raises=False, grid=dense))
+            if not launch.withheld:  # else some are views
+                return owned
+        if cut.region is not None or (grid is not None and not outputs[cut.output].is_cuda):
             entries = dict(self._delivered(in_pairs=True, raises=False))
             if cut.span.max_spans == 1:
                 return dict(zip(entries, clone_each(entries.values()), strict=True))
@@ -368,6 +382,21 @@ class _Values(ValuesView[Entry]):
 
     def __iter__(self) -> Iterator[Entry]:
         return self._mapping._delivered(in_pairs=False)
+
+
+def _copying_grid(grid: Grid, padded: Tensor) -> Grid | None:
+    """The grid with copies in place of views; None where parts of rows have gaps in memory, or are not on the host."""
+    _, shape, strides, dim, *rest = grid
+    dense = 1
+    for size, stride in zip(shape[:dim:-1], strides[:dim:-1], strict=True):
+        if stride != dense:
+            return None
+        dense *= size
+    if strides[dim] != dense or math.prod(shape[:dim]) != 1 or type(padded) is not Tensor or not padded.is_cpu:
+        return None
+    with contextlib.suppress(RuntimeError):  # under vmap
+        return copying(padded), shape, strides, dim, *rest  # type: ignore[return-value]
+    return None
 
 
 def _alone(error: SpanError) -> SpanError:

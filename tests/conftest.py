@@ -30,6 +30,12 @@ def each_lifetime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Engine, "lifetime", request.param)
 
 
+@pytest.fixture(params=["0", "1"])
+def with_and_without_debugging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are cut another way under debugging, which remembers who takes them."""
+    monkeypatch.setenv("SPANGRAPH_DEBUG", request.param)
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Small networks: threads that wait for each other take many times as long as one, on a busy machine."""

@@ -7,6 +7,8 @@ from torch import Tensor
 from spangraph import from_lengths, from_mask
 from spangraph.spans import describe_bad_span
 
+pytestmark = pytest.mark.usefixtures("with_and_without_debugging")
+
 # Powers of two and their neighbours overflow sentinels near int64's limits; 1 is unscaled; 2**20 is the largest hop.
 HOPS = (1, 2, 3, 6, 256, 320, 2**20)
 

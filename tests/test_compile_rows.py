@@ -12,6 +12,8 @@ from spangraph import InputError, RowLookupError, SpanError, SpannedOutput, Stal
 
 from .toys import Spanned, Toy, batch, compiled, cut, plain, spanned, values
 
+pytestmark = pytest.mark.usefixtures("with_and_without_debugging")
+
 TRACES = pytest.mark.parametrize("trace", ["export", "opaque"])
 BACKENDS = pytest.mark.parametrize("on", ["inline", "simulated"])
 
@@ -49,8 +51,9 @@ def test_owned_rows_outlive_everything(on: str) -> None:
 
 @TRACES
 @BACKENDS
-def test_views_die_with_their_step(trace: str, on: str) -> None:
+def test_views_die_with_their_step(trace: str, on: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """K17: kept views are poisoned in debug mode, on each backend, so that such a program fails everywhere."""
+    monkeypatch.setenv("SPANGRAPH_DEBUG", "1")
     run = compiled(Toy(), on, trace)
     x, n = batch((3, 5))
     step = run.launch(x, n)

@@ -27,6 +27,8 @@ from spangraph.testing import SimulatedDevice
 
 from .toys import compiled, plain, spanned, values
 
+pytestmark = pytest.mark.usefixtures("with_and_without_debugging")
+
 BACKENDS = pytest.mark.parametrize("on", ["inline", "simulated"])
 LIFETIMES = pytest.mark.parametrize("lifetime", ["view", "device", "host"])
 

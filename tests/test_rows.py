@@ -1,6 +1,9 @@
 """`Rows`: a mapping of the delivered rows, each equal to its padded slice bit for bit."""
 
-from collections.abc import Hashable, Mapping, Sequence
+import contextlib
+import functools
+import pickle
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -21,7 +24,10 @@ from spangraph import (
     from_mask,
     withhold,
 )
+from spangraph.kernels import gather
 from spangraph.testing import SimulatedDevice
+
+pytestmark = pytest.mark.usefixtures("with_and_without_debugging")
 
 
 def launch(
@@ -30,13 +36,16 @@ def launch(
     span: Span | None = None,
     rows: Sequence[Hashable] | None = None,
     num_rows: int | None = None,
+    *,
+    as_it_lies: bool = False,
 ) -> Step:
-    """One step whose graph gives `value` under these spans."""
+    """One step whose graph gives a clone of `value`, or that itself, under these spans."""
     device, declared = SimulatedDevice(), span or Span()
     stager = SpanStager({"audio": declared}, max_rows=len(value), device=device)
     staged, graph = torch.as_tensor(spans), device.new_graph()
     with device.graph(graph):
-        tail = stager.stage(SpannedOutput({"audio": value.clone()}, {"audio": staged}))
+        output = value if as_it_lies else value.clone()
+        tail = stager.stage(SpannedOutput({"audio": output}, {"audio": staged}))
     with tail.step(rows, num_rows=num_rows) as step:
         graph.replay()
     return step
@@ -290,16 +299,92 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.complex128, torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_is_delivered_bit_for_bit(dtype: torch.dtype) -> None:
-    padded = torch.randint(0, 2 if dtype is torch.bool else 100, (3, 2, 5)).to(dtype)
+@pytest.mark.parametrize("shape", [(3, 5), (3, 2, 5), (3, 1, 5)])
+def test_every_dtype_is_delivered_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    padded = torch.randint(0, 2 if dtype is torch.bool else 100, shape).to(dtype)
     step = launch(padded, [[0, 5], [1, 2], [0, 0]])
     owned = step.rows().own()
     assert step.rows()[1].dtype is dtype  # type: ignore[union-attr]
     for rows in (step.rows(), owned):
         assert_same(rows[0], padded[0])
-        assert_same(rows[1], padded[1, :, 1:2])
+        assert_same(rows[1], padded[1, ..., 1:2])
     step.release()
     assert_same(owned[0], padded[0])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [
+        ((3, 5), -1),
+        ((3, 5, 2), -2),
+        ((3, 1, 5), -1),
+        ((3, 1, 5, 2), 2),
+        ((3, 2, 5), -1),
+        ((3, 2, 5), 1),
+        ((3, 5, 2, 2), 1),
+    ],
+)
+@pytest.mark.parametrize("order", ["dense", "transposed", "swapped", "sliced", "expanded"])
+def test_owned_rows_have_just_their_own_memory(shape: tuple[int, ...], dim: int, order: str) -> None:
+    """However a row lies: in one piece, which one call copies, or with gaps."""
+    if order == "transposed":
+        padded = torch.randn(shape[::-1]).permute(*reversed(range(len(shape))))
+    elif order == "swapped":
+        padded = torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+    elif order == "sliced":
+        padded = torch.randn([size + 1 for size in shape])[tuple(slice(1, None) for _ in shape)]
+    elif order == "expanded":
+        padded = torch.randn(1, *shape[1:]).expand(shape)
+    else:
+        padded = torch.randn(shape)
+    width = shape[dim]
+    step = launch(padded, [[0, width], [1, 2], [0, 0]], Span(dims=(dim,)), as_it_lies=True)
+    views, owned = dict(step.rows()), step.rows().own()
+    assert list(owned) == list(views) == [0, 1]
+    for row_id, row in owned.items():
+        assert_same(row, views[row_id])
+        assert_same(row, padded[row_id].narrow(dim if dim < 0 else dim - 1, row_id, (width, 1)[row_id]))
+        assert row.is_contiguous()
+        assert row.untyped_storage().nbytes() == row.numel() * row.itemsize
+        assert_same(pickle.loads(pickle.dumps(row)), row)
+        row.zero_()
+        assert views[row_id].abs().min() > 0
+
+
+def test_a_row_is_withheld_while_others_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread. No view is taken for a copy."""
+    monkeypatch.setenv("SPANGRAPH_DEBUG", "0")
+    padded = torch.randn(3, 5)
+    step = launch(padded, [[0, 5], [1, 2], [2, 4]])
+
+    def copying(source: Tensor) -> Callable[..., Tensor]:
+        copy = gather.copying(source)
+
+        def withholding(*args: Any) -> Tensor:
+            step.withhold(1)
+            return copy(*args)
+
+        return withholding
+
+    monkeypatch.setattr("spangraph.rows.copying", copying)
+    owned = step.rows().own()
+    assert step._launch.withheld
+    assert list(owned) == [0, 2]
+    assert_same(owned[2], padded[2, 2:4])
+    assert all(row.untyped_storage().nbytes() == row.numel() * row.itemsize for row in owned.values())
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad, functools.partial(torch.device, "meta")])
+def test_owned_rows_are_plain_in_every_mode(mode: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    padded = torch.randn(2, 5)
+    step = launch(padded, [[0, 5], [1, 2]])
+    with mode():
+        owned = dict(step.rows().own())
+    for row in owned.values():
+        assert not row.is_inference()
+        assert not row.requires_grad
+        assert row.device == padded.device
+    assert_same(owned[1], padded[1, 1:2])
 
 
 @settings(deadline=None, max_examples=30)

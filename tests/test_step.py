@@ -30,6 +30,8 @@ from spangraph.testing import SimulatedDevice
 
 from .rig import Batch, Engine, assert_rows
 
+pytestmark = pytest.mark.usefixtures("with_and_without_debugging")
+
 
 class Twice(nn.Module):
     """Two spanned outputs, one that is not, and a row value."""
