@@ -22,6 +22,10 @@ from spangraph.slots import ALIGNMENT, COPIES
 if TYPE_CHECKING:
     from spangraph.step import Step
 
+# Of a padded row, up to which `bytearray` copies: an operator costs more a row, but lets go of the GIL and may take
+# several threads.
+_MAX_COPIED_BYTES = 2**18
+
 # A tensor, or a tuple of them where a row has several spans; typed so that the usual case needs no cast.
 Entry = Any
 
@@ -385,8 +389,11 @@ class _Values(ValuesView[Entry]):
 
 
 def _copying_grid(grid: Grid, padded: Tensor) -> Grid | None:
-    """The grid with copies in place of views; None where parts of rows have gaps in memory, or are not on the host."""
+    """The grid with copies in place of views; None where parts of rows have gaps in memory, are not on the host, or are
+    large."""
     _, shape, strides, dim, *rest = grid
+    if math.prod(shape) * padded.itemsize > _MAX_COPIED_BYTES:
+        return None
     dense = 1
     for size, stride in zip(shape[:dim:-1], strides[:dim:-1], strict=True):
         if stride != dense:
