@@ -40,6 +40,9 @@ _memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
 _PYBUF_READ = 0x100
+# Of a padded row, up to which `bytearray` copies: an operator costs more a row, but lets go of the GIL and may take
+# several threads.
+_MAX_COPIED_BYTES = 2**18
 
 # Two 16-byte stores a thread and tile, but no more than 16 items a thread: with 32 of one byte, in two spanned dims,
 # sm_90 takes 255 registers. Items of 4 bytes and more take 24 to 48 registers, which leaves the SM full of warps.
@@ -281,17 +284,53 @@ def _allocate(source: Tensor, dims: Sequence[int], extents: tuple[tuple[int, int
 
 
 def gather_ref(source: Tensor, dims: Sequence[int], crops: Sequence[Crop]) -> list[Tensor]:
-    """`gather` by torch operators, on any device."""
+    """`gather` by torch operators, on any device; on the host by one call each where crops lie in one piece."""
     source = source.detach().resolve_conj().resolve_neg()
     shape, strides, begin = list(source.shape[1:]), source.stride(), source.storage_offset()
+    if len(dims) == 1 and (copy := _copying(source, dims[0])) is not None:
+        copies, row_shape, dim, stride = [], list(shape), dims[0] - 1, strides[dims[0]]
+        with torch.inference_mode(False):
+            for row, ((start, end),) in crops:
+                row_shape[dim] = end - start
+                copies += [copy(row_shape, begin + row * strides[0] + start * stride)]
+        return copies
     views: list[Tensor] = []
     for row, extents in crops:
         offset = begin + row * strides[0]
         for dim, (start, end) in zip(dims, extents, strict=True):
             shape[dim - 1] = end - start
             offset += start * strides[dim]
-        views.append(source.as_strided(shape, strides[1:], offset))  # one operator, however many dims
+        views += [source.as_strided(shape, strides[1:], offset)]  # one operator, however many dims; `append` is a call
     return clone_each(views)
+
+
+def _copying(source: Tensor, dim: int) -> Callable[[Sequence[int], Any], Tensor] | None:
+    """What copies as many items as a shape has from a storage offset on, by one call that allocates and copies.
+
+    `source` must outlive it. None where crops along `dim` have gaps in memory, are not on the host, or are large.
+    """
+    shape, strides, item, dtype = source.shape, source.stride(), source.itemsize, source.dtype
+    dense = math.prod(shape[dim + 1 :])
+    if (
+        type(source) is not Tensor
+        or not source.is_cpu
+        or shape[1:].numel() * item > _MAX_COPIED_BYTES
+        or math.prod(shape[1:dim]) != 1
+        or strides[dim] != dense
+        or (dense > 1 and not source[0].select(dim - 1, 0).is_contiguous())
+    ):
+        return None
+    with contextlib.suppress(RuntimeError):  # under vmap it has no memory
+        storage = source.untyped_storage()
+        memory = _memory_at(storage.data_ptr(), storage.nbytes(), _PYBUF_READ)
+
+        def copy(shape: Sequence[int], first: int) -> Tensor:
+            begin = first * item
+            flat = torch.frombuffer(bytearray(memory[begin : begin + math.prod(shape) * item]), dtype=dtype)
+            return flat if len(shape) == 1 else flat.view(tuple(shape))
+
+        return copy
+    return None
 
 
 def clone_each(views: Collection[Tensor]) -> list[Tensor]:
@@ -306,21 +345,3 @@ def clone_each(views: Collection[Tensor]) -> list[Tensor]:
         copies = [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in views]
         torch._foreach_copy_(copies, views)  # pyright: ignore[reportPrivateImportUsage]
     return copies
-
-
-def copying(source: Tensor) -> Callable[[Sequence[int], Sequence[int], int], Tensor]:
-    """What takes shape, strides and storage offset as `source.as_strided` does, and copies into memory of its own what
-    lies there without a gap, by one call that allocates and copies; `source` is on the host, and must outlive it.
-
-    Raises:
-        RuntimeError: if `source` has no memory, as under vmap.
-    """
-    item, dtype, storage, frombuffer = source.itemsize, source.dtype, source.untyped_storage(), torch.frombuffer
-    memory = _memory_at(storage.data_ptr(), storage.nbytes(), _PYBUF_READ)
-
-    def copy(shape: Sequence[int], strides: Sequence[int], first: int) -> Tensor:
-        begin = first * item
-        flat = frombuffer(bytearray(memory[begin : begin + math.prod(shape) * item]), dtype=dtype)
-        return flat if len(shape) == 1 else flat.view(tuple(shape))
-
-    return copy

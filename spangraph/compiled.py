@@ -201,7 +201,8 @@ class Compiled:
                 launch = ring.reserve(tails, ids, real, wait=wait, timeout=timeout)
                 try:
                     inputs = leaves if found.strides is signature.strides else _inputs(signature, found, leaves)
-                    instance = signature.instances[tails.index(launch.tail)]
+                    number = 0 if launch.tail is tails[0] else tails.index(launch.tail)
+                    instance = signature.instances[number]
                     ring.commit(launch, run(signature.trace, instance.forward, inputs))
                 except BaseException:
                     ring.abort(launch)

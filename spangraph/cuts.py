@@ -97,14 +97,6 @@ class Cut:
                 found.append(tuple(window))
         return found
 
-    def grid(self, padded: Tensor) -> Grid | None:
-        """How rows of this output are made; None if there is more to do than one operator."""
-        dim = self.single_dim
-        if dim < 0 or padded.is_neg():
-            return None
-        strides, width, first = padded.stride(), self.single_width, padded.storage_offset()
-        return padded.as_strided, self.row_shape, strides[1:], dim, width, strides[dim + 1], first, strides[0]
-
     @property
     def source_dims(self) -> tuple[int, ...]:
         """The spanned dims once the rows have been moved to dim 0."""

@@ -59,7 +59,7 @@ class Launch:
         self.row_ids = row_ids
         self.num_rows = num_rows
         self.columns: dict[str, memoryview] = {}  # of `words`, those that somebody has asked for
-        self.grids: dict[Cut, Grid | None] = {}  # how rows of its outputs are made, likewise
+        self.grids: dict[Cut, Grid] = {}  # how rows of its outputs are made, likewise
 
     def crop(self, region: Region, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """What lies in its copy slot from byte `offset` of a region on.

@@ -226,7 +226,7 @@ class Ring:
                 error.__traceback__ = None
                 return event
         if tail.cuts and not self.debug:  # then it is asked who takes which row
-            tail.prepare(launch)
+            tail.prepare(launch, launch.grids, outputs)
         counts.waits += 1
         counts.wait_times[0] += 1
         return event
@@ -403,7 +403,8 @@ class Ring:
 
     def _end(self, launch: Launch) -> None:
         """The step takes no room any more."""
-        self._live.pop(launch, None)
+        if launch in self._live:
+            del self._live[launch]
         self._leave_outputs(launch)
         if self._waiters:
             self._changed.notify_all()

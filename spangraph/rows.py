@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 import weakref
 from collections.abc import Hashable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from spangraph.cuts import Cut, Grid, Window
 from spangraph.errors import RowLookupError, SpanError
 from spangraph.kernels.compact import COPY_WORDS, pcm16
-from spangraph.kernels.gather import clone_each, copying, gather
+from spangraph.kernels.gather import clone_each, gather
 from spangraph.launch import Launch, stale_error
 from spangraph.slots import ALIGNMENT, COPIES
 
 if TYPE_CHECKING:
     from spangraph.step import Step
-
-# Of a padded row, up to which `bytearray` copies: an operator costs more a row, but lets go of the GIL and may take
-# several threads.
-_MAX_COPIED_BYTES = 2**18
 
 # A tensor, or a tuple of them where a row has several spans; typed so that the usual case needs no cast.
 Entry = Any
@@ -236,9 +230,9 @@ class Rows(Mapping[Hashable, Entry]):
             raise stale_error(launch)
         if cut.single_dim < 0 or self._step is None or self._step._ring.debug:
             return None
-        if (grid := grids.get(cut)) is None:
-            grid = grids[cut] = cut.grid(outputs[cut.output])
-        return grid
+        if cut not in grids:
+            launch.tail.prepare(launch, grids, outputs, (cut,))
+        return grids[cut]
 
     def _delivered(
         self,
@@ -246,21 +240,20 @@ class Rows(Mapping[Hashable, Entry]):
         in_pairs: bool,
         ids: Sequence[Hashable] | None = None,
         raises: bool = True,
-        grid: Grid | None = None,
     ) -> Iterator[Any]:
         """The delivered rows, or pairs of positions or ids and rows; at the end raises one error for all bad ones."""
         launch, cut = self._launch, self._cut
         bad: list[SpanError] = []
-        if (grid := grid or launch.grids.get(cut) or self._grid()) is None:
+        if (grid := launch.grids.get(cut) or self._grid()) is None:
             for position in range(launch.num_rows):
                 if (entry := self._entry_or_none(position, bad)) is not None:
                     yield (position if ids is None else ids[position], entry) if in_pairs else entry
         else:  # as `_entry`, with all that is the same for all rows outside of the loop
             as_strided, row_shape, strides, dim, width, stride, row, row_stride = grid
-            shape, position = list(row_shape), 0
-            words = iter(launch.columns.get(cut.column) or launch.tail.column(launch, cut.column))
-            for start in words:
-                end = next(words)
+            shape = list(row_shape)
+            words = launch.columns.get(cut.column) or launch.tail.column(launch, cut.column)
+            for position in range(launch.num_rows):
+                start, end = words[2 * position], words[2 * position + 1]
                 if launch.is_released:
                     raise stale_error(launch)
                 if 0 <= start < end <= width and not launch.withheld:
@@ -271,7 +264,6 @@ class Rows(Mapping[Hashable, Entry]):
                 if entry is not None:
                     yield (position if ids is None else ids[position], entry) if in_pairs else entry
                 row += row_stride
-                position += 1  # noqa: SIM113 - one call less, which counts where there is one row
         if bad and raises:
             _raise_bad(bad)
 
@@ -294,27 +286,28 @@ class Rows(Mapping[Hashable, Entry]):
         launch, cut = self._launch, self._cut
         outputs = launch.outputs  # before the check: another thread may release meanwhile
         self._check_lease()
-        grid = self._grid()
-        if grid is not None and not launch.withheld and (dense := _copying_grid(grid, outputs[cut.output])) is not None:
-            with torch.inference_mode(False):
-                owned = dict(self._delivered(in_pairs=True, raises=False, grid=dense))
-            if not launch.withheld:  # else some are views
-                return owned
-        if cut.region is not None or (grid is not None and not outputs[cut.output].is_cuda):
+        if cut.region is not None:
             entries = dict(self._delivered(in_pairs=True, raises=False))
             if cut.span.max_spans == 1:
                 return dict(zip(entries, clone_each(entries.values()), strict=True))
             copies = iter(clone_each([crop for row in entries.values() for crop in row]))
             return {position: tuple(next(copies) for _ in row) for position, row in entries.items()}
-        windows: dict[int, list[Window]] = {}
-        for position in range(self._launch.num_rows):
-            with contextlib.suppress(SpanError):
-                if found := self._windows(position):
-                    windows[position] = found
-        crops = [(position, window) for position, row in windows.items() for window in row]
         source = outputs[cut.output].movedim(cut.span_map.row_dim, 0)
-        copies = iter(gather(source, cut.source_dims, crops))
-        return {position: self._as_entry([next(copies) for _ in row]) for position, row in windows.items()}
+        windows: dict[int, list[Window]] = {}
+        words, width = self._words(), -1 if launch.withheld else cut.single_width
+        for position in range(launch.num_rows):
+            if width >= 0 and 0 <= (start := words[2 * position]) < (end := words[2 * position + 1]) <= width:
+                windows[position] = [((start, end),)]
+            else:
+                with contextlib.suppress(SpanError):
+                    if found := self._windows(position):
+                        windows[position] = found
+        crops = [(position, window) for position, row in windows.items() for window in row]
+        copied = gather(source, cut.source_dims, crops)
+        if cut.span.max_spans == 1:
+            return dict(zip(windows, copied, strict=True))
+        copies = iter(copied)
+        return {position: tuple(next(copies) for _ in row) for position, row in windows.items()}
 
     def _crops(self, position: int, windows: Sequence[Window]) -> list[Tensor]:
         """A row's parts, in the ring or in the graph's output."""
@@ -386,24 +379,6 @@ class _Values(ValuesView[Entry]):
 
     def __iter__(self) -> Iterator[Entry]:
         return self._mapping._delivered(in_pairs=False)
-
-
-def _copying_grid(grid: Grid, padded: Tensor) -> Grid | None:
-    """The grid with copies in place of views; None where parts of rows have gaps in memory, are not on the host, or are
-    large."""
-    _, shape, strides, dim, *rest = grid
-    if math.prod(shape) * padded.itemsize > _MAX_COPIED_BYTES:
-        return None
-    dense = 1
-    for size, stride in zip(shape[:dim:-1], strides[:dim:-1], strict=True):
-        if stride != dense:
-            return None
-        dense *= size
-    if strides[dim] != dense or math.prod(shape[:dim]) != 1 or type(padded) is not Tensor or not padded.is_cpu:
-        return None
-    with contextlib.suppress(RuntimeError):  # under vmap
-        return copying(padded), shape, strides, dim, *rest  # type: ignore[return-value]
-    return None
 
 
 def _alone(error: SpanError) -> SpanError:

@@ -62,7 +62,7 @@ class Tail:
         self.buffer = buffer
         self.num_rows = num_rows
         self.cuts: Mapping[Any, Cut] = cuts  # by names; asked for None, too
-        self._views = [cut for cut in cuts.values() if cut.region is None]
+        self._views = [cut for cut in cuts.values() if cut.single_dim >= 0]
         self._values = values
         self.counts = counts or Counts()
         self.slot = slot
@@ -81,7 +81,7 @@ class Tail:
         self.occupant: Launch | None = None
         self.neighbours: Collection[Tail] = ()
         self.outputs: Sequence[Tensor] = ()
-        self.grids: dict[Cut, Grid | None] = {}  # of these
+        self.grids: dict[Cut, Grid] = {}  # of these
         self._inputs: list[tuple[weakref.ref[Tensor], weakref.ref[torch.UntypedStorage], int]] = []
         self.mirror: Tensor | None = None
         self.status: Tensor | None = None  # what the copies of a replay tell its staging node
@@ -134,14 +134,20 @@ class Tail:
             column = launch.columns[name] = words[first : first + width * launch.num_rows]
         return column
 
-    def prepare(self, launch: Launch) -> None:
-        """Look up what all rows of a step's outputs need, while these are at hand: later it takes twice the time."""
-        words, outputs, columns, grids = launch.words, launch.outputs, launch.columns, launch.grids
+    def prepare(
+        self, launch: Launch, grids: dict[Cut, Grid], outputs: Sequence[Tensor], cuts: Sequence[Cut] | None = None
+    ) -> None:
+        """Look up what all rows of cuts need that are made by one operator each; of all that have a name, right behind
+        an inline launch, where it takes half the time."""
+        words, columns = launch.words, launch.columns
         assert words is not None, "it was read"
-        for cut in self._views:
+        for cut in self._views if cuts is None else cuts:
             first, width = self._places[cut.column]
             columns[cut.column] = words[first : first + width * launch.num_rows]
-            grids[cut] = cut.grid(outputs[cut.output])
+            padded, dim = outputs[cut.output], cut.single_dim
+            strides = padded.stride()
+            place = cut.single_width, strides[dim + 1], padded.storage_offset(), strides[0]
+            grids[cut] = padded.as_strided, cut.row_shape, strides[1:], dim, *place
 
     def read_copies(self, launch: Launch) -> int | None:
         """Learn what became of a step's copies. Returns another step's generation if one of them is that step's."""
