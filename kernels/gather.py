@@ -325,9 +325,11 @@ def _copying(source: Tensor, dim: int) -> Callable[[Sequence[int], Any], Tensor]
         memory = _memory_at(storage.data_ptr(), storage.nbytes(), _PYBUF_READ)
 
         def copy(shape: Sequence[int], first: int) -> Tensor:
+            if not (num_bytes := math.prod(shape) * item):  # of which `frombuffer` makes nothing
+                return torch.empty(tuple(shape), dtype=dtype)
             begin = first * item
-            flat = torch.frombuffer(bytearray(memory[begin : begin + math.prod(shape) * item]), dtype=dtype)
-            return flat if len(shape) == 1 else flat.view(tuple(shape))
+            flat = torch.frombuffer(bytearray(memory[begin : begin + num_bytes]), dtype=dtype)
+            return flat if len(shape) == 1 else flat.resize_(tuple(shape))  # not a view, see `_allocate`
 
         return copy
     return None

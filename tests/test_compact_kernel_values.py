@@ -379,9 +379,9 @@ def _check_gather(seed: int, run: Callable[..., list[Tensor]]) -> None:
     rng = random.Random(seed)
     case = Case(list(SCENARIOS.values())[seed], rng)
     source, padded = case.scenario.sources[0], case.sources[0]
-    crops: list[Crop] = []
+    sizes = [source.shape[dim - 1] for dim in source.dims]
+    crops: list[Crop] = [(1, tuple((size, size) for size in sizes)), (1, tuple((0, size) for size in sizes))]
     for _ in range(rng.randrange(1, 5)):
-        sizes = [source.shape[dim - 1] for dim in source.dims]
         extents = [tuple(sorted(rng.choices(range(size + 1), k=2))) for size in sizes]
         crops.append((rng.randrange(len(padded)), tuple((start, end) for start, end in extents)))
     for (row, extents), copy in zip(crops, run(padded, source.dims, crops), strict=True):

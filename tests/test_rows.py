@@ -367,17 +367,25 @@ def test_a_row_is_withheld_while_others_are_copied(monkeypatch: pytest.MonkeyPat
     assert_same(owned[2], padded[2, 2:4])
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad, functools.partial(torch.device, "meta")])
-def test_owned_rows_are_plain_in_every_mode(mode: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-    padded = torch.randn(2, 5)
-    step = launch(padded, [[0, 5], [1, 2]])
+@pytest.mark.parametrize("shape", [(2, 5), (2, 5, 3), (2, 5, 0), (2, 2**17)])
+@pytest.mark.parametrize(
+    "mode", [torch.inference_mode, torch.no_grad, torch.enable_grad, functools.partial(torch.device, "meta")]
+)
+def test_owned_rows_are_plain_in_every_mode(
+    mode: Callable[[], contextlib.AbstractContextManager[Any]], shape: tuple[int, ...]
+) -> None:
+    padded = torch.randn(shape)
+    step = launch(padded, [[0, shape[1]], [1, 2]], Span(dims=(1 - len(shape),)))
     with mode():
         owned = dict(step.rows().own())
     for row in owned.values():
         assert not row.is_inference()
         assert not row.requires_grad
+        assert not row._is_view()
         assert row.device == padded.device
     assert_same(owned[1], padded[1, 1:2])
+    owned[1] *= torch.ones((), requires_grad=True)
+    assert owned[1].requires_grad
 
 
 @settings(deadline=None, max_examples=30)
