@@ -21,29 +21,11 @@ from spangraph import (
     from_lengths,
 )
 
-from .toys import Toy, batch, compiled, cut, plain, values
+from .toys import Spans, Toy, batch, compiled, cut, num_instances, plain, values
 
 BACKENDS = pytest.mark.parametrize("on", ["inline", "simulated"])
 LIFETIMES = pytest.mark.parametrize("lifetime", ["view", "device", "host"])
 COPIED = pytest.mark.parametrize("lifetime", ["device", "host"])
-
-
-class Spans(nn.Module):
-    """Returns `fn(x)` as `audio`, under the spans that it is given."""
-
-    def __init__(self, span: Span | None = None, fn: Any = lambda x: x * 1) -> None:
-        super().__init__()
-        self.span, self.fn = span or Span(), fn
-
-    def spanned_outputs(self, walk: str) -> dict[str, Span]:
-        return {"audio": self.span}
-
-    def forward(self, x: Tensor, spans: Tensor) -> SpannedOutput:
-        return SpannedOutput({"audio": self.fn(x)}, {"audio": spans * 1})
-
-
-def num_instances(run: spangraph.Compiled) -> int:
-    return sum(len(signature.instances) for signature in run._by_key.values())
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------

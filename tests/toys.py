@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import spangraph
-from spangraph import Backend, Compiled, SpannedOutput
+from spangraph import Backend, Compiled, Span, SpannedOutput
 from spangraph.testing import SimulatedDevice
 
 Values = dict[Hashable, list[Any]]
@@ -37,6 +37,20 @@ class Toy(Spanned):
         return self.spanned(x * self.gain + 1, lengths)
 
 
+class Spans(nn.Module):
+    """Returns `fn(x)` as `audio`, under the spans that it is given."""
+
+    def __init__(self, span: Span | None = None, fn: Any = lambda x: x * 1) -> None:
+        super().__init__()
+        self.span, self.fn = span or Span(), fn
+
+    def spanned_outputs(self, walk: str) -> dict[str, Span]:
+        return {"audio": self.span}
+
+    def forward(self, x: Tensor, spans: Tensor) -> SpannedOutput:
+        return SpannedOutput({"audio": self.fn(x)}, {"audio": spans * 1})
+
+
 def spanned(fn: Callable[..., Any], **buffers: Tensor) -> Spanned:
     """A `Spanned` module whose forward is `fn`, with these buffers."""
     module = type("Made", (Spanned,), {"forward": fn})()
@@ -61,6 +75,11 @@ def backend(name: str) -> Backend | None:
 def compiled(model: nn.Module, on: str = "inline", trace: str = "auto", **options: Any) -> Compiled:
     """`spangraph.compile` on a backend by name."""
     return spangraph.compile(model, backend=backend(on), trace=trace, **options)
+
+
+def num_instances(compiled_model: Compiled) -> int:
+    """Graphs that it holds, of all signatures."""
+    return sum(len(signature.instances) for signature in compiled_model._by_key.values())
 
 
 def tracer_of(compiled_model: Compiled) -> str:
