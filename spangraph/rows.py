@@ -91,7 +91,8 @@ class Rows(Mapping[Hashable, Entry]):
                     yield row_id
             except SpanError as error:
                 bad.append(_alone(error))
-        _raise_bad(bad)
+        if bad:
+            raise _joined(bad)
 
     def items(self) -> ItemsView[Hashable, Entry]:
         """Row ids and rows."""
@@ -234,39 +235,6 @@ class Rows(Mapping[Hashable, Entry]):
             launch.tail.prepare(launch, grids, outputs, (cut,))
         return grids[cut]
 
-    def _delivered(
-        self,
-        *,
-        in_pairs: bool,
-        ids: Sequence[Hashable] | None = None,
-        raises: bool = True,
-    ) -> Iterator[Any]:
-        """The delivered rows, or pairs of positions or ids and rows; at the end raises one error for all bad ones."""
-        launch, cut = self._launch, self._cut
-        bad: list[SpanError] = []
-        if (grid := launch.grids.get(cut) or self._grid()) is None:
-            for position in range(launch.num_rows):
-                if (entry := self._entry_or_none(position, bad)) is not None:
-                    yield (position if ids is None else ids[position], entry) if in_pairs else entry
-        else:  # as `_entry`, with all that is the same for all rows outside of the loop
-            as_strided, row_shape, strides, dim, width, stride, row, row_stride = grid
-            shape = list(row_shape)
-            words = launch.columns.get(cut.column) or launch.tail.column(launch, cut.column)
-            for position in range(launch.num_rows):
-                start, end = words[2 * position], words[2 * position + 1]
-                if launch.is_released:
-                    raise stale_error(launch)
-                if 0 <= start < end <= width and not launch.withheld:
-                    shape[dim] = end - start
-                    entry = as_strided(shape, strides, row + start * stride)
-                else:
-                    entry = self._entry_or_none(position, bad)
-                if entry is not None:
-                    yield (position if ids is None else ids[position], entry) if in_pairs else entry
-                row += row_stride
-        if bad and raises:
-            _raise_bad(bad)
-
     def _entry_or_none(self, position: int, bad: list[SpanError]) -> Entry | None:
         try:
             return self._entry(position)
@@ -287,7 +255,8 @@ class Rows(Mapping[Hashable, Entry]):
         outputs = launch.outputs  # before the check: another thread may release meanwhile
         self._check_lease()
         if cut.region is not None:
-            entries = dict(self._delivered(in_pairs=True, raises=False))
+            each = ((position, self._entry_or_none(position, [])) for position in range(launch.num_rows))
+            entries = {position: entry for position, entry in each if entry is not None}
             if cut.span.max_spans == 1:
                 return dict(zip(entries, clone_each(entries.values()), strict=True))
             copies = iter(clone_each([crop for row in entries.values() for crop in row]))
@@ -365,20 +334,48 @@ class Rows(Mapping[Hashable, Entry]):
         return nans if offset >= 0 else sum(int(crop.isnan().sum()) for crop in self._padded(position, windows))
 
 
+def _delivered(self: _Items | _Values) -> Iterator[Any]:
+    """The delivered rows, or pairs of ids and rows; at the end raises one error for all bad ones."""
+    rows = self._mapping
+    launch, cut = rows._launch, rows._cut
+    in_pairs, ids = self.in_pairs, launch.row_ids
+    bad: list[SpanError] = []
+    if (grid := launch.grids.get(cut) or rows._grid()) is None:
+        for position in range(launch.num_rows):
+            if (entry := rows._entry_or_none(position, bad)) is not None:
+                yield (position if ids is None else ids[position], entry) if in_pairs else entry
+    else:  # as `_entry`, with all that is the same for all rows outside of the loop
+        as_strided, row_shape, strides, dim, width, stride, row, row_stride = grid
+        shape = list(row_shape)
+        words = launch.columns.get(cut.column) or launch.tail.column(launch, cut.column)
+        for position in range(launch.num_rows):
+            start, end = words[2 * position], words[2 * position + 1]
+            if launch.is_released:
+                raise stale_error(launch)
+            if 0 <= start < end <= width and not launch.withheld:
+                shape[dim] = end - start
+                entry = as_strided(shape, strides, row + start * stride)
+            else:
+                entry = rows._entry_or_none(position, bad)
+            if entry is not None:
+                yield (position if ids is None else ids[position], entry) if in_pairs else entry
+            row += row_stride
+    if bad:
+        raise _joined(bad)
+
+
 class _Items(ItemsView[Hashable, Entry]):
     __slots__ = ()
+    in_pairs = True
     _mapping: Rows
-
-    def __iter__(self) -> Iterator[tuple[Hashable, Entry]]:
-        return self._mapping._delivered(in_pairs=True, ids=self._mapping._launch.row_ids)
+    __iter__ = _delivered
 
 
 class _Values(ValuesView[Entry]):
     __slots__ = ()
+    in_pairs = False
     _mapping: Rows
-
-    def __iter__(self) -> Iterator[Entry]:
-        return self._mapping._delivered(in_pairs=False)
+    __iter__ = _delivered
 
 
 def _alone(error: SpanError) -> SpanError:
@@ -386,7 +383,6 @@ def _alone(error: SpanError) -> SpanError:
     return SpanError(str(error), error.rows)
 
 
-def _raise_bad(bad: Sequence[SpanError]) -> None:
+def _joined(bad: Sequence[SpanError]) -> SpanError:
     """One error for all bad rows of an iteration."""
-    if bad:
-        raise SpanError("\n".join(map(str, bad)), [row for error in bad for row in error.rows])
+    return SpanError("\n".join(map(str, bad)), [row for error in bad for row in error.rows])
