@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import re
@@ -80,10 +81,17 @@ def _arguments(schema: torch.FunctionSchema, args: Any, kwargs: Any) -> Iterator
             yield argument, kwargs[argument.name]
 
 
-def written_values(target: Any, args: Any, kwargs: Any) -> list[Any]:
+@functools.cache
+def _may_write(target: torch._ops.OpOverload) -> bool:
+    arguments = target._schema.arguments
+    return any(a.name in _TRAINING or (a.alias_info is not None and a.alias_info.is_write) for a in arguments)
+
+
+def written_values(target: torch._ops.OpOverload, args: Any, kwargs: Any) -> list[Any]:
     """Arguments of an operator call that it writes: by its schema, or as the statistics of a norm that is training."""
-    schema = target._schema
-    given = list(_arguments(schema, args, kwargs))
+    if not _may_write(target):
+        return []
+    given = list(_arguments(target._schema, args, kwargs))
     trains = any(argument.name in _TRAINING and value is True for argument, value in given)
     found: list[Any] = []
     for argument, value in given:
@@ -129,10 +137,9 @@ def written(node: fx.Node) -> list[fx.Node]:
     """Nodes whose memory this node writes."""
     if inner := subgraph(node):
         module, operands = inner
-        roots, inputs = storage_roots(module.graph), placeholders(module.graph)
-        touched = {roots[w] for n in module.graph.nodes for w in written(n)}
+        inputs, touched = placeholders(module.graph), last_writes(module.graph)
         return [o for o, i in zip(operands, inputs, strict=False) if i in touched and isinstance(o, fx.Node)]
-    if _schema(node) is None:
+    if not isinstance(node.target, torch._ops.OpOverload):
         return []
     return [value for value in written_values(node.target, node.args, node.kwargs) if isinstance(value, fx.Node)]
 
@@ -198,14 +205,21 @@ def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return roots
 
 
+def last_writes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The first node of each memory that the graph writes (see `storage_roots`), and the last node that writes it."""
+    writes = [(target, node) for node in graph.nodes for target in written(node)]
+    roots = storage_roots(graph) if writes else {}
+    return {roots[target]: node for target, node in writes}
+
+
 def find_late_writes(graph: fx.Graph) -> Callable[[fx.Node, fx.Node], fx.Node | None]:
     """A function of a tensor and a node: the last write to the tensor's memory, if it comes after the node."""
-    roots = storage_roots(graph)
+    last = last_writes(graph)
+    roots = storage_roots(graph) if last else {}
     order = {node: i for i, node in enumerate(graph.nodes)}
-    last = {roots[target]: node for node in graph.nodes for target in written(node)}
 
     def late_write(tensor: fx.Node, node: fx.Node) -> fx.Node | None:
-        writer = last.get(roots[tensor])
+        writer = last.get(roots.get(tensor, tensor))
         return writer if writer is not None and order[writer] > order[node] else None
 
     return late_write

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from spangraph.errors import InputError, TraceError
 from spangraph.host_state import storage_key
-from spangraph.passes.nodes import placeholders, result_nodes, storage_roots, written
+from spangraph.passes.nodes import last_writes, placeholders, result_nodes
 from spangraph.passes.prepare import Prepared
 from spangraph.trace import Trace
 
@@ -151,6 +151,4 @@ def _split_off(gm: fx.GraphModule, needed: list[fx.Node]) -> tuple[dict[str, Ten
 
 def _written_tensors(gm: fx.GraphModule) -> list[Tensor]:
     """Tensors of the model that the graph writes."""
-    roots = storage_roots(gm.graph)
-    touched = {roots[target] for node in gm.graph.nodes for target in written(node)}
-    return [attrgetter(str(node.target))(gm) for node in touched if node.op == "get_attr"]
+    return [attrgetter(str(node.target))(gm) for node in last_writes(gm.graph) if node.op == "get_attr"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import sys
 import threading
@@ -24,7 +25,7 @@ from spangraph.host_state import Change, HostState, storage_key
 from spangraph.marking import Marking, check_marked, marked_tensors
 from spangraph.passes.host_reads import erase_dead_nodes
 from spangraph.passes.marks import MarkInfo
-from spangraph.passes.nodes import is_user_file, placeholders, storage_roots, written
+from spangraph.passes.nodes import is_user_file, last_writes, placeholders
 from spangraph.passes.unlift import unlift
 from spangraph.structure import CallSpec, flatten_output
 from spangraph.trace import HostStateError, Trace, run_mode, trace_of
@@ -180,9 +181,8 @@ def export_model(
     gm = erase_dead_nodes(gm)
     trace = trace_of(gm, notes["infos"], notes["template"], notes["paths"], notes["spec"], "export", inference)
     trace.literals = notes["used"]
-    roots, inputs = storage_roots(gm.graph), placeholders(gm.graph)
-    touched = {roots[target] for node in gm.graph.nodes for target in written(node)}
-    trace.writes_inputs = [i for i, node in enumerate(inputs) if node in touched]
+    touched = last_writes(gm.graph)
+    trace.writes_inputs = [i for i, node in enumerate(placeholders(gm.graph)) if node in touched]
     return trace
 
 
@@ -194,7 +194,7 @@ def _export(root: _Root, tensors: Sequence[Tensor], inference: bool) -> fx.Graph
             warnings.catch_warnings(),
             _quiet(),
             _user_frames(),
-            _RefuseWrites(root.model),
+            _RefuseWrites(root.model, before),
             _use_lazy_graph_module(True),  # most modules that export makes on its way never run
         ):
             warnings.simplefilter("ignore")  # export warns of its own internals
@@ -219,8 +219,10 @@ def _user_frames() -> Iterator[None]:
     filtered = TracerBase._filter_traceback_frames
 
     def keep_users(self: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
-        kept = traceback.StackSummary([frame for frame in frames if is_user_file(frame.filename)])
-        return kept or filtered(self, frames)
+        # What called our `forward` says nothing of the node, and is long.
+        inner = itertools.takewhile(lambda f: f.filename != __file__ or f.name != "forward", reversed(frames))
+        kept = [frame for frame in inner if is_user_file(frame.filename)]
+        return traceback.StackSummary(reversed(kept)) if kept else filtered(self, frames)
 
     TracerBase._filter_traceback_frames = keep_users  # type: ignore[method-assign, assignment]
     try:
@@ -277,10 +279,10 @@ class _RefuseWrites(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, state: HostState) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         held = {storage_key(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
-        self._labels = held | HostState(model).tensors
+        self._labels = held | state.tensors
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in written_by(func, args, kwargs or {}) if isinstance(func, OpOverload) else ():

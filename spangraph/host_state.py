@@ -76,7 +76,7 @@ class HostState:
             for box in filter(lambda box: isinstance(box, dict), boxes):  # a ScriptModule has wrappers
                 self._boxes.append((prefix, box, dict(box)))
             for name, value in module.__dict__.items():
-                if name not in INTERNAL:
+                if name not in INTERNAL and not isinstance(value, ATOMS):
                     self._look_into(prefix + name, value, (Held(prefix + name, module.__dict__, name, value),))
 
     def held_in(self, memory: Collection[int]) -> list[Held]:
@@ -97,20 +97,20 @@ class HostState:
             return
         if isinstance(value, torch.Generator):
             self.generators.append(value)
-        if isinstance(value, ATOMS) or id(value) in self._seen or len(path) > _MAX_DEPTH + 1:
+        if id(value) in self._seen or len(path) > _MAX_DEPTH + 1:
             return
         self._seen.add(id(value))
         box = vars(value) if _is_plain_object(value) else value
         if isinstance(box, dict | list | deque | set):
             self._boxes.append((f"{label}." if isinstance(box, dict) else label, box, box.copy()))
         if isinstance(box, dict):
-            for key, child in list(box.items()):
-                name = f"{label}.{key}"
-                self._look_into(name, child, (*path, Held(name, box, key, child)))
+            children = [(f"{label}.{key}", key, child) for key, child in box.items() if not isinstance(child, ATOMS)]
         elif isinstance(box, list | deque | tuple):
-            for i, child in enumerate(box):
-                name = f"{label}[{i}]"
-                self._look_into(name, child, (*path, Held(name, box, i, child)))
+            children = [(f"{label}[{i}]", i, child) for i, child in enumerate(box) if not isinstance(child, ATOMS)]
+        else:
+            children = []
+        for name, key, child in children:
+            self._look_into(name, child, (*path, Held(name, box, key, child)))
 
     def changes(self) -> list[Change]:
         """What is not as it was."""

@@ -78,6 +78,36 @@ def test_a_step_makes_as_many_calls_whatever_the_batch_and_the_model() -> None:
     assert abs(_step_calls(8, num_parameters=1000) - _step_calls(8, num_parameters=8)) <= 4  # other weights are probed
 
 
+class Stack(nn.Module):
+    """A model that exports."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv1d(8, 8, 3, padding=1) for _ in range(20)])
+
+    def spanned_outputs(self, walk: str) -> tuple[str, ...]:
+        return ("audio",)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> SpannedOutput:
+        for layer in self.layers:
+            x = x + layer(x)
+        return SpannedOutput({"audio": x}, {"audio": spangraph.from_lengths(lengths)})
+
+
+def test_a_compile_makes_few_calls_beside_those_of_export() -> None:
+    model, inputs = Stack().eval(), (torch.randn(2, 8, 40), torch.tensor([40, 20]))
+
+    def export() -> None:
+        torch.export.export(model, inputs, strict=False)
+
+    def launch() -> None:
+        with spangraph.compile(model, trace="export") as compiled:
+            compiled.launch(*inputs)
+
+    exports, launches = (min(count_calls(fn) for _ in range(2)) for fn in (export, launch))  # the first call imports
+    assert launches / exports <= 1.33
+
+
 def _cut_calls(bs: int, cut: Callable[[Step], object]) -> int:
     compiled, inputs = _compiled(bs)
     with torch.no_grad(), compiled.launch(*inputs) as step:
