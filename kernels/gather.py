@@ -285,6 +285,8 @@ def _allocate(source: Tensor, dims: Sequence[int], extents: tuple[tuple[int, int
 
 def gather_ref(source: Tensor, dims: Sequence[int], crops: Sequence[Crop]) -> list[Tensor]:
     """`gather` by torch operators, on any device; on the host by one call each where crops lie in one piece."""
+    if not crops:
+        return []
     source = source.detach().resolve_conj().resolve_neg()
     shape, strides, begin = list(source.shape[1:]), source.stride(), source.storage_offset()
     if len(dims) == 1 and (copy := _copying(source, dims[0])) is not None:
@@ -314,6 +316,7 @@ def _copying(source: Tensor, dim: int) -> Callable[[Sequence[int], Any], Tensor]
     if (
         type(source) is not Tensor
         or not source.is_cpu
+        or source.is_quantized  # bytes alone have no scale
         or shape[1:].numel() * item > _MAX_COPIED_BYTES
         or math.prod(shape[1:dim]) != 1
         or strides[dim] != dense
@@ -325,10 +328,9 @@ def _copying(source: Tensor, dim: int) -> Callable[[Sequence[int], Any], Tensor]
         memory = _memory_at(storage.data_ptr(), storage.nbytes(), _PYBUF_READ)
 
         def copy(shape: Sequence[int], first: int) -> Tensor:
-            if not (num_bytes := math.prod(shape) * item):  # of which `frombuffer` makes nothing
+            if not (count := math.prod(shape)):  # of which `frombuffer` makes nothing
                 return torch.empty(tuple(shape), dtype=dtype)
-            begin = first * item
-            flat = torch.frombuffer(bytearray(memory[begin : begin + num_bytes]), dtype=dtype)
+            flat = torch.frombuffer(bytearray(memory[first * item : (first + count) * item]), dtype=dtype, count=count)
             return flat if len(shape) == 1 else flat.resize_(tuple(shape))  # not a view, see `_allocate`
 
         return copy

@@ -220,9 +220,10 @@ def _user_frames() -> Iterator[None]:
 
     def keep_users(self: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
         # What called our `forward` says nothing of the node, and is long.
-        inner = itertools.takewhile(lambda f: f.filename != __file__ or f.name != "forward", reversed(frames))
-        kept = [frame for frame in inner if is_user_file(frame.filename)]
-        return traceback.StackSummary(reversed(kept)) if kept else filtered(self, frames)
+        called = itertools.takewhile(lambda f: f.filename != __file__ or f.name != "forward", reversed(frames))
+        inner = traceback.StackSummary(reversed([*called]))
+        kept = traceback.StackSummary([frame for frame in inner if is_user_file(frame.filename)])
+        return kept or filtered(self, inner)
 
     TracerBase._filter_traceback_frames = keep_users  # type: ignore[method-assign, assignment]
     try:

@@ -67,7 +67,9 @@ class HostState:
         self._seen: set[int] = set()
         self._buffers: set[int] = set()
         self._modules: set[int] = set()
-        self._registered = {storage_key(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+        registered = [*model.parameters(), *model.buffers()]
+        self._registered = set(map(id, registered))
+        self._registered_memory = set(map(storage_key, registered))
         for fqn, module in model.named_modules():
             prefix = f"{fqn}." if fqn else ""
             self._buffers.add(id(module._buffers))
@@ -80,8 +82,8 @@ class HostState:
                     self._look_into(prefix + name, value, (Held(prefix + name, module.__dict__, name, value),))
 
     def held_in(self, memory: Collection[int]) -> list[Held]:
-        """Where tensors are held that lie in this memory and are no parameters or buffers, and where what holds them
-        is: each place once."""
+        """Where plain attributes hold tensors that lie in this memory, by themselves or in containers, and where those
+        are held: each place once."""
         held = [each for tensor, path in self._held if storage_key(tensor) in memory for each in path]
         return list({(id(each.box), each.key): each for each in held}.values())
 
@@ -91,9 +93,12 @@ class HostState:
 
     def _look_into(self, label: str, value: Any, path: tuple[Held, ...]) -> None:
         if isinstance(value, Tensor):
-            if value.layout is torch.strided and storage_key(value) not in self._registered:
-                self.tensors.setdefault(storage_key(value), label)
-                self._held.append((value, path))
+            if value.layout is torch.strided:
+                is_own = storage_key(value) not in self._registered_memory
+                if is_own:
+                    self.tensors.setdefault(storage_key(value), label)
+                if is_own or id(value) in self._registered:  # a view of a registered one may be made at each forward
+                    self._held.append((value, path))
             return
         if isinstance(value, torch.Generator):
             self.generators.append(value)
@@ -104,7 +109,8 @@ class HostState:
         if isinstance(box, dict | list | deque | set):
             self._boxes.append((f"{label}." if isinstance(box, dict) else label, box, box.copy()))
         if isinstance(box, dict):
-            children = [(f"{label}.{key}", key, child) for key, child in box.items() if not isinstance(child, ATOMS)]
+            items = list(box.items())  # at once: another thread may write
+            children = [(f"{label}.{key}", key, child) for key, child in items if not isinstance(child, ATOMS)]
         elif isinstance(box, list | deque | tuple):
             children = [(f"{label}[{i}]", i, child) for i, child in enumerate(box) if not isinstance(child, ATOMS)]
         else:

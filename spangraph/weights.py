@@ -198,7 +198,7 @@ class Weights:
         self._seen = _replacements
         # Names with None, too: a bias or a cache may come later.
         self._boxes: list[tuple[str, nn.Module, str, Any, tuple[Any, ...]]] = []
-        held = HostState(model).held_in(constants) if constants else []
+        held = HostState(model).held_in(constants)
         plain = [_Entry(each.label, each.box, each.key, each.value, self._traits(each.value)) for each in held]
         registered = []
         for fqn, module in model.named_modules():

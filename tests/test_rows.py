@@ -351,6 +351,21 @@ def test_owned_rows_have_just_their_own_memory(shape: tuple[int, ...], dim: int,
         assert views[row_id].abs().min() > 0
 
 
+@pytest.mark.parametrize(("shape", "dim"), [((2, 0), 1), ((2, 0, 4), 1), ((2, 0, 4), 2), ((2, 3, 0), 2)])
+def test_of_nothing_no_rows_are_owned(shape: tuple[int, ...], dim: int) -> None:
+    step = launch(torch.randn(shape), torch.zeros(shape[0], 2, dtype=torch.int64), Span(dims=(dim,)))
+    assert dict(step.rows()) == dict(step.rows().own()) == {}
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz:UserWarning")
+def test_quantized_rows_are_owned_with_their_scale() -> None:
+    padded = torch.quantize_per_tensor(torch.randn(2, 6), 0.1, 3, torch.qint8)
+    step = launch(padded, [[1, 4], [0, 0]], as_it_lies=True)
+    owned = step.rows().own()[0]
+    assert (owned.q_scale(), owned.q_zero_point()) == (padded.q_scale(), padded.q_zero_point())
+    assert owned.int_repr().equal(padded[0, 1:4].int_repr())
+
+
 def test_a_row_is_withheld_while_others_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """By another thread."""
     padded = torch.randn(3, 5)

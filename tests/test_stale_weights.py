@@ -390,9 +390,11 @@ class Optional(Spanned):
         self.plain = torch.ones(1)
         self.listed = [torch.ones(1)]
         self.deep = {"a": (Scale(torch.ones(1)),)}
+        self.register_buffer("base", torch.ones(1))
+        self.alias, self.aliases = self.base, [self.base]
 
     def forward(self, x: Tensor, n: Tensor) -> SpannedOutput:
-        y = self.net(x * self.plain * self.listed[0] * self.deep["a"][0].scale)
+        y = self.net(x * self.plain * self.listed[0] * self.deep["a"][0].scale * self.alias * self.aliases[0])
         for added in (self.bias, self.cache):
             y = y if added is None else y + added
         for module in (self.adapter, self.late):
@@ -411,6 +413,8 @@ FILLED = {
     "listed was replaced": lambda m: setattr(m, "listed", [torch.full((1,), 4.0)]),
     r"deep\.a\[0\]\.scale was replaced": lambda m: setattr(m.deep["a"][0], "scale", torch.full((1,), 4.0)),
     r"deep\.a was replaced": lambda m: m.deep.update(a=(Scale(torch.full((1,), 4.0)),)),
+    "alias was replaced": lambda m: setattr(m, "alias", torch.full((1,), 4.0)),
+    r"aliases\[0\] was replaced": lambda m: m.aliases.__setitem__(0, torch.full((1,), 4.0)),
     "deep was replaced": lambda m: setattr(m, "deep", {"a": (Scale(torch.full((1,), 4.0)),)}),
 }
 

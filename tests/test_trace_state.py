@@ -476,3 +476,18 @@ def test_spangraph_is_a_guest() -> None:
     assert values(spangraph.compile(model)(x, n)["audio"]) == cut(x * 2, [3, 5])
     assert not model._forward_hooks
     assert {name: value for name, value in vars(model).items() if not name.startswith("_forward")} == before
+
+
+def test_a_dict_may_be_written_while_a_trace_notes_it() -> None:
+    """By another thread; here by a key that is asked for its name."""
+    table: dict[Any, Any] = {}
+
+    class Key:
+        def __str__(self) -> str:
+            table["late"] = torch.ones(1)
+            return "key"
+
+    table[Key()] = [torch.ones(1)]
+    model = spanned(lambda self, x, n: self.spanned(x * 2, n))
+    model.table = table
+    assert _steps(model, "inline", "opaque") == [2, 2, 2]

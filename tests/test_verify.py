@@ -100,6 +100,14 @@ def test_padding_is_followed_from_marks() -> None:
     assert not report.errors
 
 
+def test_a_line_that_calls_the_model_is_not_taken_for_one_of_its() -> None:
+    def forward() -> Any:  # export keeps frames of this name
+        return verify(nn.Sequential(nn.Softmax(-1)), (torch.rand(4, 6),), input_spans={"input": -1})
+
+    (found,) = forward().warnings
+    assert (found.rule, found.where) == ("SG201", "")
+
+
 def test_host_reads_are_found_with_lines_and_counts_and_what_to_declare() -> None:
     """K26: a boolean mask and a comparison of a tensor, before any capture."""
 
