@@ -290,11 +290,16 @@ def gather_ref(source: Tensor, dims: Sequence[int], crops: Sequence[Crop]) -> li
     source = source.detach().resolve_conj().resolve_neg()
     shape, strides, begin = list(source.shape[1:]), source.stride(), source.storage_offset()
     if len(dims) == 1 and (copy := _copying(source, dims[0])) is not None:
-        copies, row_shape, dim, stride = [], list(shape), dims[0] - 1, strides[dims[0]]
+        row_stride, stride = strides[0], strides[dims[0]]
         with torch.inference_mode(False):
-            for row, ((start, end),) in crops:
-                row_shape[dim] = end - start
-                copies += [copy(row_shape, begin + row * strides[0] + start * stride)]
+            copies = [
+                copy(begin + row * row_stride + start * stride, (end - start) * stride)
+                for row, ((start, end),) in crops
+            ]
+        if len(shape) > 1:
+            for flat, (_, ((start, end),)) in zip(copies, crops, strict=True):
+                shape[dims[0] - 1] = end - start
+                flat.resize_(shape)  # not a view, see `_allocate`
         return copies
     views: list[Tensor] = []
     for row, extents in crops:
@@ -306,8 +311,8 @@ def gather_ref(source: Tensor, dims: Sequence[int], crops: Sequence[Crop]) -> li
     return clone_each(views)
 
 
-def _copying(source: Tensor, dim: int) -> Callable[[Sequence[int], Any], Tensor] | None:
-    """What copies as many items as a shape has from a storage offset on, by one call that allocates and copies.
+def _copying(source: Tensor, dim: int) -> Callable[[Any, int], Tensor] | None:
+    """What copies a number of items from a storage offset on, by one call that allocates and copies.
 
     `source` must outlive it. None where crops along `dim` have gaps in memory, are not on the host, or are large.
     """
@@ -327,11 +332,10 @@ def _copying(source: Tensor, dim: int) -> Callable[[Sequence[int], Any], Tensor]
         storage = source.untyped_storage()
         memory = _memory_at(storage.data_ptr(), storage.nbytes(), _PYBUF_READ)
 
-        def copy(shape: Sequence[int], first: int) -> Tensor:
-            if not (count := math.prod(shape)):  # of which `frombuffer` makes nothing
-                return torch.empty(tuple(shape), dtype=dtype)
-            flat = torch.frombuffer(bytearray(memory[first * item : (first + count) * item]), dtype=dtype, count=count)
-            return flat if len(shape) == 1 else flat.resize_(tuple(shape))  # not a view, see `_allocate`
+        def copy(first: int, count: int) -> Tensor:
+            if not count:  # of which `frombuffer` makes nothing
+                return torch.empty(0, dtype=dtype)
+            return torch.frombuffer(bytearray(memory[first * item : (first + count) * item]), dtype=dtype, count=count)
 
         return copy
     return None

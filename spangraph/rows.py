@@ -262,21 +262,21 @@ class Rows(Mapping[Hashable, Entry]):
             copies = iter(clone_each([crop for row in entries.values() for crop in row]))
             return {position: tuple(next(copies) for _ in row) for position, row in entries.items()}
         source = outputs[cut.output].movedim(cut.span_map.row_dim, 0)
-        windows: dict[int, list[Window]] = {}
+        crops: list[tuple[int, Window]] = []
         words, width = self._words(), -1 if launch.withheld else cut.single_width
         for position in range(launch.num_rows):
             if width >= 0 and 0 <= (start := words[2 * position]) < (end := words[2 * position + 1]) <= width:
-                windows[position] = [((start, end),)]
+                crops += ((position, ((start, end),)),)
             else:
                 with contextlib.suppress(SpanError):
-                    if found := self._windows(position):
-                        windows[position] = found
-        crops = [(position, window) for position, row in windows.items() for window in row]
-        copied = gather(source, cut.source_dims, crops)
+                    crops += [(position, window) for window in self._windows(position)]
+        copied = zip([position for position, _ in crops], gather(source, cut.source_dims, crops), strict=True)
         if cut.span.max_spans == 1:
-            return dict(zip(windows, copied, strict=True))
-        copies = iter(copied)
-        return {position: tuple(next(copies) for _ in row) for position, row in windows.items()}
+            return dict(copied)
+        rows: dict[int, Entry] = {}
+        for position, copy in copied:
+            rows[position] = (*rows.get(position, ()), copy)
+        return rows
 
     def _crops(self, position: int, windows: Sequence[Window]) -> list[Tensor]:
         """A row's parts, in the ring or in the graph's output."""
