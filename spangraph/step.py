@@ -111,7 +111,9 @@ class Step:
         cut = launch.tail.cuts.get(name) or launch.tail.cut(name)
         if ring.backend.static:
             ring.note_reader(launch)
-        return Rows(self, launch, cut)
+        rows: Rows = object.__new__(Rows)  # without the frame of `__init__`, as views in `rows` are made
+        rows._step, rows._launch, rows._cut = self, launch, cut
+        return rows
 
     def cut_rows(self, cut: Cut) -> Rows:
         """Rows of one planned cut; after a wait."""
