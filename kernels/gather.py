@@ -9,7 +9,6 @@ has checked them; `compact` copies those that it checks on the device.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import math
 import threading
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from spangraph.errors import StagingError
-from spangraph.kernels.stage import has_triton
+from spangraph.kernels.stage import bytes_at, has_triton
 
 if TYPE_CHECKING:
     # See `stage`: at run time `load_copying` binds `tl`.
@@ -36,10 +35,6 @@ UNIT_BYTES = 16
 NUM_THREADS = 128
 """Threads of a CTA. On HIP with its wide waves too, so that a tile has 16 bytes for each."""
 
-_memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
-    ("PyMemoryView_FromMemory", ctypes.pythonapi)
-)
-_PYBUF_READ = 0x100
 # Of a padded row, up to which `bytearray` copies: an operator costs more a row, but lets go of the GIL and may take
 # several threads.
 _MAX_COPIED_BYTES = 2**18
@@ -243,14 +238,14 @@ def gather(source: Tensor, dims: Sequence[int], crops: Sequence[Crop]) -> list[T
         dims: its spanned dims, each of 1 to `source.dim() - 1`.
         crops: known to lie within the source.
     """
+    if not crops:
+        return []
     if source.is_cuda and has_triton():
         return _gather(source, dims, crops)
     return gather_ref(source, dims, crops)
 
 
 def _gather(source: Tensor, dims: Sequence[int], crops: Sequence[Crop]) -> list[Tensor]:
-    if not crops:
-        return []
     with torch.inference_mode(False), torch.no_grad(), on_device_of(source):
         copies = [_allocate(source, dims, extents) for _, extents in crops]
         items = as_ints(source)
@@ -285,8 +280,6 @@ def _allocate(source: Tensor, dims: Sequence[int], extents: tuple[tuple[int, int
 
 def gather_ref(source: Tensor, dims: Sequence[int], crops: Sequence[Crop]) -> list[Tensor]:
     """`gather` by torch operators, on any device; on the host by one call each where crops lie in one piece."""
-    if not crops:
-        return []
     source = source.detach().resolve_conj().resolve_neg()
     shape, strides, begin = list(source.shape[1:]), source.stride(), source.storage_offset()
     if len(dims) == 1 and (copy := _copying(source, dims[0])) is not None:
@@ -316,21 +309,20 @@ def _copying(source: Tensor, dim: int) -> Callable[[Any, int], Tensor] | None:
 
     `source` must outlive it. None where crops along `dim` have gaps in memory, are not on the host, or are large.
     """
-    shape, strides, item, dtype = source.shape, source.stride(), source.itemsize, source.dtype
-    dense = math.prod(shape[dim + 1 :])
+    shape, item, dtype = source.shape, source.itemsize, source.dtype
     if (
         type(source) is not Tensor
         or not source.is_cpu
         or source.is_quantized  # bytes alone have no scale
         or shape[1:].numel() * item > _MAX_COPIED_BYTES
         or math.prod(shape[1:dim]) != 1
-        or strides[dim] != dense
-        or (dense > 1 and not source[0].select(dim - 1, 0).is_contiguous())
+        or source.stride(dim) != math.prod(shape[dim + 1 :])
+        or not source[:1].is_contiguous()
     ):
         return None
     with contextlib.suppress(RuntimeError):  # under vmap it has no memory
         storage = source.untyped_storage()
-        memory = _memory_at(storage.data_ptr(), storage.nbytes(), _PYBUF_READ)
+        memory = bytes_at(storage.data_ptr(), storage.nbytes())
 
         def copy(first: int, count: int) -> Tensor:
             if not count:  # of which `frombuffer` makes nothing

@@ -159,10 +159,21 @@ def stage(
         kernel[(1,)](cursor, slots, control, packed, graph, **options)
 
 
+_memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+_PYBUF_WRITE = 0x200
+
+
+def bytes_at(address: int, num_bytes: int) -> memoryview:
+    """The bytes of host memory, which must outlive them."""
+    view: memoryview = _memory_at(address, num_bytes, _PYBUF_WRITE)
+    return view
+
+
 def words_of(memory: Tensor) -> memoryview:
     """The words of contiguous int64 host memory, which must outlive them. Reading a tensor's is an operator each."""
-    words = (ctypes.c_int64 * memory.numel()).from_address(memory.data_ptr())
-    return memoryview(words).cast("B").cast("q")
+    return bytes_at(memory.data_ptr(), memory.nbytes).cast("q")
 
 
 class HostStage:
