@@ -83,6 +83,7 @@ def _arguments(schema: torch.FunctionSchema, args: Any, kwargs: Any) -> Iterator
 
 @functools.cache
 def _may_write(target: torch._ops.OpOverload) -> bool:
+    """Whether some call of it may write an argument; most operators never do."""
     arguments = target._schema.arguments
     return any(a.name in _TRAINING or (a.alias_info is not None and a.alias_info.is_write) for a in arguments)
 

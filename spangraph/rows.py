@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import weakref
 from collections.abc import Hashable, ItemsView, Iterator, Mapping, Sequence, ValuesView
@@ -261,23 +262,21 @@ class Rows(Mapping[Hashable, Entry]):
         launch, cut = self._launch, self._cut
         outputs = launch.outputs  # before the check: another thread may release meanwhile
         self._check_lease()
-        if cut.region is not None:
-            each = ((position, self._entry_or_none(position, [])) for position in range(launch.num_rows))
-            entries = {position: entry for position, entry in each if entry is not None}
-            if cut.span.max_spans == 1:
-                return dict(zip(entries, clone_each(entries.values()), strict=True))
-            copies = iter(clone_each([crop for row in entries.values() for crop in row]))
-            return {position: tuple(next(copies) for _ in row) for position, row in entries.items()}
-        source = outputs[cut.output].movedim(cut.span_map.row_dim, 0)
-        crops: list[tuple[int, Window]] = []
+        windows: list[tuple[int, Window]] = []
         words, width = self._words(), -1 if launch.withheld else cut.single_width
         for position in range(launch.num_rows):
             if width >= 0 and 0 <= (start := words[2 * position]) < (end := words[2 * position + 1]) <= width:
-                crops += ((position, ((start, end),)),)
+                windows += ((position, ((start, end),)),)
             else:
                 with contextlib.suppress(SpanError):
-                    crops += [(position, window) for window in self._windows(position)]
-        copied = zip([position for position, _ in crops], gather(source, cut.source_dims, crops), strict=True)
+                    windows += [(position, window) for window in self._windows(position)]
+        positions = [position for position, _ in windows]
+        if cut.region is None:
+            copies = gather(outputs[cut.output].movedim(cut.span_map.row_dim, 0), cut.source_dims, windows)
+        else:
+            rows_windows = itertools.groupby(windows, operator.itemgetter(0))
+            copies = clone_each([crop for p, row in rows_windows for crop in self._crops(p, [w for _, w in row])])
+        copied = zip(positions, copies, strict=True)
         if cut.span.max_spans == 1:
             return dict(copied)
         rows: dict[int, Entry] = {}

@@ -200,7 +200,7 @@ class CopySlots:
                 step *= extent
             return ring.view(dtype).as_strided(tuple(shape), strides[::-1], at // dtype.itemsize)
         flat = torch.frombuffer(buffer, dtype=dtype, count=size, offset=at)
-        return flat if len(shape) == 1 else flat.view(tuple(shape))
+        return flat if len(shape) == 1 else flat.resize_(tuple(shape))
 
     def memory_of(self, slot: int) -> list[Tensor]:
         """All bytes of a slot, wherever they lie, to be poisoned."""

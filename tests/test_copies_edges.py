@@ -56,6 +56,21 @@ def test_a_release_while_rows_are_copied(on: str, lifetime: str, read: str, monk
         rows.own() if read == "own" else step._result(own=True)
 
 
+@COPIED
+def test_a_row_is_withheld_while_it_is_copied(lifetime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = compiled(Toy(), copies={"audio": lifetime})
+    x, n = batch((3, 5))
+    step = run.launch(x, n)
+    rows, crops = step.rows(), spangraph.Rows._crops
+
+    def withholding(*args: Any) -> Any:
+        step.withhold(1)
+        return crops(*args)
+
+    monkeypatch.setattr(spangraph.Rows, "_crops", withholding)
+    assert values(rows.own()) == cut(x[:1] * 2 + 1, [3])
+
+
 @BACKENDS
 def test_a_host_row_takes_nothing_along(on: str) -> None:
     """Saving it saves its bytes, not the ring with other requests' rows; sharing it does not move the ring."""
