@@ -1,4 +1,4 @@
-"""Slots that are filled, containers and modes that change after the trace are noticed, at the next launch or within a few."""
+"""Slots that are filled, containers and modes that change after the trace are noticed at a launch soon after."""
 
 import contextlib
 from collections.abc import Callable
